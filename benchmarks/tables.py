@@ -76,7 +76,6 @@ def evict(arguments: argparse.Namespace) -> Rates:
         table.assign(
             chance.integers(0, 1 << 62, arguments.batch), np.ones((arguments.batch, arguments.width), np.float32)
         )
-        table.evict()
     return rates_of("evict", table, lambda: chance.integers(0, 1 << 62, arguments.batch), arguments.batches)
 
 
@@ -88,7 +87,6 @@ def rates_of(work: str, table: Table, batch: Callable[[], Any], batches: int) ->
         rows = np.ones((len(ids), table.description.width), np.float32)
         begun = time.process_time()
         table.update(Adagrad(), ids, rows)
-        table.evict()
         updated = time.process_time()
         table.read(ids, rows)
         updates.append(len(ids) / (updated - begun) / 1e6)

@@ -73,6 +73,22 @@ def test_torch_model(workers: int) -> None:
     assert min(accuracies(results)) > 0.7
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])
+def test_sparse_embedding(workers: int) -> None:
+    results = run("sparse_embedding.py", "--library", "numpy", workers=workers, servers=2)
+    assert min(accuracies(results)) > 0.85
+    assert len(set(results.values())) == 1  # the same rows in every worker
+
+
+@pytest.mark.soak
+def test_sparse_embedding_with_torch_learns_the_same() -> None:
+    pytest.importorskip("torch")
+    of_torch, of_numpy = (
+        accuracies(run("sparse_embedding.py", "--steps", "50", "--library", library)) for library in ("torch", "numpy")
+    )
+    assert abs(of_torch[0] - of_numpy[0]) < 0.002
+
+
 @pytest.mark.parametrize("workers", [0, 3])
 def test_allreduce_logistic(workers: int) -> None:
     results = run("allreduce_logistic.py", workers=workers)

@@ -33,6 +33,7 @@ from kvd_cli.output import print_json, print_table
     help="auto: as the settings say, with shared memory where possible; tcp, ipc: sockets only",
 )  # fmt: skip
 @click.option("--bound", is_flag=True, help="push and pull the arrays of kv.bind in place")
+@click.option("--copy-free", is_flag=True, help="get the values with copy=False, in new arrays that are read-only")
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False, writable=True), metavar="FILE.svg",
     help="draw MB/s by size, from the works with one value from 4KiB to 64MiB",
@@ -48,6 +49,7 @@ def bench(
     repetitions: int,
     transport: str,
     bound: bool,
+    copy_free: bool,
     plot: Path | None,
 ) -> None:
     """Measure pushpull on this machine, in a cluster started for it.
@@ -65,7 +67,7 @@ def bench(
         raise click.UsageError("--bound: kv.bind is not available in this version of kvd; measure without it")
     options = current()
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
-        task = Task(works, mode, seconds, repetitions, folder, bound)
+        task = Task(works, mode, seconds, repetitions, folder, bound, copy_free)
         job = make_job(task, workers, servers, transport, job_environment(options.load_daemon(), restarts=0))
         try:
             report = asyncio.run(measure(job, task))

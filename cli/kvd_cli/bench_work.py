@@ -107,6 +107,7 @@ class Task:
         repetitions: how many there are of each work.
         folder: the directory in which the workers, on one machine, write rows and agree on counts.
         bound: whether the values are the arrays of `kvd.KVStore.bind`, not the workers' own.
+        copy_free: whether each step gets its values in new arrays, with `copy=False`, not in those of the worker.
     """
 
     works: tuple[str, ...]
@@ -115,6 +116,7 @@ class Task:
     repetitions: int
     folder: str
     bound: bool = False
+    copy_free: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

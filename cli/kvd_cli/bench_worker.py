@@ -86,9 +86,13 @@ class Bench:
     def _work(self, name: str) -> None:
         mine = self._values(name)
 
-        def step() -> None:
+        def fill() -> None:
             self._kv.pushpull(mine.keys, mine.gradients, mine.outs)
 
+        def take() -> None:
+            mine.outs[:] = self._kv.pushpull(mine.keys, mine.gradients, copy=False)
+
+        step = take if self._task.copy_free else fill
         self._kv.barrier()
         step()
         self._check(name, mine.outs)
@@ -163,8 +167,10 @@ class Bench:
             if len(flying) == IN_FLIGHT:
                 land()
             slot = number % IN_FLIGHT
-            key, gradient, out = mine.keys[slot], mine.gradients[slot], mine.outs[slot]
-            flying.append((time.perf_counter(), self._kv.pushpull_async(key, gradient, out)))
+            key, gradient = mine.keys[slot], mine.gradients[slot]
+            out = None if self._task.copy_free else mine.outs[slot]
+            begun = time.perf_counter()
+            flying.append((begun, self._kv.pushpull_async(key, gradient, out, copy=not self._task.copy_free)))
         while flying:
             land()
         return each, time.perf_counter() - begin

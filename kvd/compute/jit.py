@@ -548,6 +548,24 @@ def add_rows(starts: Any, ends: Any, order: Any, rows: Any, sums: Any) -> None:
                 sums[k, j] = sums[k, j] + rows[order[n], j]
 
 
+def join_rows(ordered: Any, order: Any, rows: Any, ids: Any, out: Any) -> None:
+    """The ids of an ascending list, each once, into ``ids``, and into each row of ``out`` those of the rows that
+    ``order`` names for its id, added up in this order."""
+    n = -1
+    for k in range(order.size):
+        if k + _AHEAD < order.size:
+            _fetch(rows, order[k + _AHEAD])
+        a = order[k]
+        if k == 0 or ordered[k] != ordered[k - 1]:
+            n += 1
+            ids[n] = ordered[k]
+            for j in range(out.shape[1]):
+                out[n, j] = rows[a, j]
+        else:
+            for j in range(out.shape[1]):
+                out[n, j] = out[n, j] + rows[a, j]
+
+
 def sgd_rows(
     places: Any,
     left: Any,
@@ -703,7 +721,7 @@ _ROW_LOOPS: dict[str, tuple[Callable[..., None], int]] = {
 
 
 # Those that merge rows: MERGE_LOOPS names them.
-_MERGE_LOOPS: dict[str, Callable[..., None]] = {"take_rows": take_rows, "add_rows": add_rows}
+_MERGE_LOOPS: dict[str, Callable[..., None]] = {"take_rows": take_rows, "add_rows": add_rows, "join_rows": join_rows}
 
 _WITH_TYPES = {**CODEC_LOOPS, **ID_LOOPS}
 
@@ -772,6 +790,8 @@ def _merge_signature(name: str, target: str) -> tuple[Any, ...]:
     given, made = _array(compute, readonly=True, ndim=2), _array(compute, readonly=False, ndim=2)
     if name == "add_rows":
         return whole, whole, whole, given, made
+    if name == "join_rows":
+        return whole, whole, given, _array(types.int64, readonly=False), made
     return whole, whole, given, given, made, _array(compute, readonly=True), types.boolean
 
 

@@ -33,9 +33,9 @@ def _home_of(row: Any, mask: Any) -> Any:
 _home = _njit(nogil=True)(_home_of)
 
 
-def find_ids(ids: Any, slot_ids: Any, slot_places: Any, found: Any) -> None:
-    """The place of each id into ``found``; -1 for those that have none."""
-    mask = slot_ids.size - 1
+def find_ids(ids: Any, slot_ids: Any, slot_places: Any, found: Any) -> Any:
+    """The place of each id into ``found``; -1 for those that have none, the number of which it returns."""
+    mask, absent = slot_ids.size - 1, 0
     for k in range(ids.size):
         if k + _AHEAD < ids.size:
             coming = _home(ids[k + _AHEAD], mask)
@@ -45,6 +45,8 @@ def find_ids(ids: Any, slot_ids: Any, slot_places: Any, found: Any) -> None:
         while slot_ids[at] != ids[k] and slot_ids[at] != _FREE:
             at = (at + 1) & mask
         found[k] = slot_places[at] if slot_ids[at] == ids[k] else -1
+        absent += found[k] < 0
+    return absent
 
 
 def put_ids(ids: Any, places: Any, slot_ids: Any, slot_places: Any) -> None:
@@ -62,8 +64,9 @@ def put_ids(ids: Any, places: Any, slot_ids: Any, slot_places: Any) -> None:
         slot_places[at] = places[k]
 
 
-def sort_ids(ids: Any, ordered: Any, order: Any) -> None:
+def sort_ids(ids: Any, ordered: Any, order: Any) -> Any:
     """The ids, which are ≥ 0, ascending, and the place of each in ``ids``; equal ones in the order of their places.
+    Returns how many differ.
 
     A radix sort, digit by digit from the lowest on. A digit that all of them share is left out.
     """
@@ -90,23 +93,34 @@ def sort_ids(ids: Any, ordered: Any, order: Any) -> None:
             other_keys[at], other_places[at] = keys[k], places[k]
         keys, other_keys = other_keys, keys
         places, other_places = other_places, places
-    ordered[:] = keys
-    order[:] = places
+    distinct = np.int64(0)
+    for k in range(keys.size):
+        ordered[k], order[k] = keys[k], places[k]
+        distinct += k == 0 or keys[k] != keys[k - 1]
+    return distinct
 
 
-def merge_ids(first: Any, second: Any, ids: Any, left: Any, right: Any, count: Any) -> None:
-    """The ids of two lists, both ascending, and the place of each in either list, or -1; ``count[0]``: how many."""
+def merge_ids(first: Any, second: Any, ids: Any, left: Any, right: Any) -> Any:
+    """The ids of two lists, both ascending, and the place of each in either list, or -1. Returns how many they are.
+
+    Which list has the next id cannot be guessed, so the loop does the same in either case.
+    """
     a, b, n = 0, 0, 0
-    while a < first.size or b < second.size:
-        from_first = a < first.size and (b >= second.size or first[a] <= second[b])
-        from_second = b < second.size and (a >= first.size or second[b] <= first[a])
-        ids[n] = first[a] if from_first else second[b]
-        left[n] = a if from_first else -1
-        right[n] = b if from_second else -1
-        a += from_first
-        b += from_second
+    while a < first.size and b < second.size:
+        x, y = first[a], second[b]
+        ids[n] = min(x, y)
+        left[n] = a if x <= y else -1
+        right[n] = b if y <= x else -1
+        a += x <= y
+        b += y <= x
         n += 1
-    count[0] = n
+    for k in range(a, first.size):
+        ids[n], left[n], right[n] = first[k], k, -1
+        n += 1
+    for k in range(b, second.size):
+        ids[n], left[n], right[n] = second[k], -1, k
+        n += 1
+    return n
 
 
 def _array(dtype: Any, readonly: bool) -> Any:
@@ -120,6 +134,6 @@ LOOPS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "find_ids": (find_ids, (_GIVEN, _GIVEN, _PLACES_GIVEN, _MADE)),
     "put_ids": (put_ids, (_GIVEN, _GIVEN, _MADE, _PLACES_MADE)),
     "sort_ids": (sort_ids, (_GIVEN, _MADE, _MADE)),
-    "merge_ids": (merge_ids, (_GIVEN, _GIVEN, _MADE, _MADE, _MADE, _MADE)),
+    "merge_ids": (merge_ids, (_GIVEN, _GIVEN, _MADE, _MADE, _MADE)),
 }
 """Each with the types of its arguments."""

@@ -27,7 +27,7 @@ ROWS = "_rows"
 ROW_LOOPS = frozenset({"sgd", "sgd_momentum", "adam", "adagrad"})
 """The compiled loops that there are for rows as well."""
 
-MERGE_LOOPS = ("take_rows", "add_rows")
+MERGE_LOOPS = ("take_rows", "add_rows", "join_rows")
 """The compiled loops that merge rows, whatever is done with them."""
 
 ID_LOOPS = ("find_ids", "put_ids", "sort_ids", "merge_ids")

@@ -86,7 +86,7 @@ _ASKED_OF_A_SERVER = (
     Row("make, delete and publish keys", (m.Init, m.Publish, m.Delete, m.Drop), WORKERS, Standing.ATTACHED),
     Row(
         "push, and pull at a clock",
-        (m.Push, m.PushBatch, m.PullBatch, m.PullRows, m.DeclareBatch),
+        (m.Push, m.PushBatch, m.PullBatch, m.DeclareBatch),
         WORKERS,
         Standing.ATTACHED,
     ),
@@ -108,7 +108,7 @@ _ASKED_OF_A_SERVER = (
     Row("run a command", (m.Command,), WORKERS, Standing.ATTACHED_OR_OPERATOR),
     Row(
         "read values and keys",
-        (m.Pull, m.Lookup, m.ListKeys, m.OptimizerQuery, m.Survey, m.ReadSlices, m.ReadDone, m.WaitQuery),
+        (m.Pull, m.PullRows, m.Lookup, m.ListKeys, m.OptimizerQuery, m.Survey, m.ReadSlices, m.ReadDone, m.WaitQuery),
         READERS,
         Standing.NOTHING,
     ),

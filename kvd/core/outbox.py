@@ -9,7 +9,7 @@ the same message, or a probe without the bytes once the server is known to have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from heapq import heappop, heappush
@@ -104,7 +104,7 @@ class Outbox:
     def __init__(self, credit_bytes: int, small_push_bytes: int = SMALL_PUSH_BYTES) -> None:
         self.unstaged = 0
         self.activity = 0
-        self._credit_bytes = credit_bytes
+        self.credit_bytes = credit_bytes
         self._small_push_bytes = small_push_bytes
         self._asks_staged = False  # a call waits until all pushes are staged
         self._queues: dict[Peer, _PeerQueue] = {}
@@ -152,6 +152,10 @@ class Outbox:
                     if self._asks_staged and entry.is_small:
                         sends.append(_probe(entry))
         return sends
+
+    def in_order(self, sends: Sequence[Send]) -> list[Send]:
+        """The sends as `pump` would give them, if all had the same priority: peer by peer."""
+        return [send for peer in self._queues for send in sends if send.peer == peer]
 
     def ask_staged(self) -> list[Send]:
         """Probes for the small pushes in flight. From now on each small push gets one, until `stop_asking_staged`."""
@@ -310,7 +314,7 @@ class Outbox:
             return
         queue = self._queues.get(entry.send.peer)  # as in `_make_ready`, without a call
         if queue is None:
-            queue = self._queues[entry.send.peer] = _PeerQueue(self._credit_bytes)
+            queue = self._queues[entry.send.peer] = _PeerQueue(self.credit_bytes)
         heappush(queue.ready, (-entry.priority, entry.request, entry))
 
     def _take_back(self, entry: Entry) -> None:
@@ -327,7 +331,7 @@ class Outbox:
     def _make_ready(self, entry: Entry) -> None:
         queue = self._queues.get(entry.send.peer)
         if queue is None:
-            queue = self._queues[entry.send.peer] = _PeerQueue(self._credit_bytes)
+            queue = self._queues[entry.send.peer] = _PeerQueue(self.credit_bytes)
         heappush(queue.ready, (-entry.priority, entry.request, entry))
 
     def _sent(self, entry: Entry, now: float) -> Send:

@@ -33,7 +33,8 @@ class Item(NamedTuple):
     A None target: the value is not wanted. A None spec: the shape and dtype are not checked. With `encoded`, the source
     holds the slices of a value of this spec as a compressor made them. With `ranges`, the key is a table, and these are
     the offset and size in bytes of what goes to each of its parts: the ids and rows that are pushed, or the ids whose
-    rows are wanted. The target takes the rows of all parts, one after the other.
+    rows are wanted. The target takes the rows of all parts, one after the other. With `pages`, the key is a table that
+    is made, and these are for each of its parts the offset and size of the pieces of rows that it begins with.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Item(NamedTuple):
     target: Any = None
     encoded: Encoded | None = None
     ranges: tuple[tuple[int, int], ...] | None = None
+    pages: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 class Versions(NamedTuple):
@@ -107,12 +109,14 @@ class Transfer:
     samples: int = 1
     how: int = 0  # ADD, ASSIGN or ABSENT
     any_version: bool = False  # pull the newest version, without waiting for the own pushes
+    at_version: int | None = None  # with any_version: pull exactly this one, which was there
     place: int = 0  # where the program is, see `kvd.core.places`
     cast: bool = False  # sources may have other floating dtypes than their keys; targets take the dtypes of the keys
     some_encoded: bool = False  # sources of some items are encoded
     sets_out: Callable[[Sequence[int]], None] | None = None  # gets the clocks of a push, one per item, as it sets out
     some_rows: bool = False  # some items are rows of tables
     takes: TakenForm | None = None  # without a push
+    finds: Callable[[Sequence[KeySpec]], None] | None = None  # gets the specs of the keys, one per item, as it starts
 
 
 @dataclass(frozen=True, slots=True)

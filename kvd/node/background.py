@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
-from kvd.core.machine import DropRun, ForgetState, Job, JobDone, Persist, Persisted, ResetState, Run
+from kvd.core.machine import DropRun, ForgetState, Job, JobDone, Persist, Persisted, ReadRows, ResetState, Run
 from kvd.errors import NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.records import RecordSaver
 from kvd.node.threads import Stepper
+from kvd.transport.holding import Holding
+
+FEW_IDS_NBYTES = 16 << 10
+"""Of a read of rows that is over soon: what waits to be sent waits for it."""
 
 
 class Background:
@@ -21,6 +25,7 @@ class Background:
         new_runner: makes what runs the jobs of a server, for one run.
         executor: None: everything runs at once.
         persist: puts a record on stable storage; None: records are not kept.
+        holding: messages that wait leave before a job that may take long.
     """
 
     def __init__(
@@ -29,8 +34,10 @@ class Background:
         new_runner: Callable[[], JobRunner] | None,
         executor: Executor | None,
         persist: Callable[[Mapping[str, object]], None] | None,
+        holding: Holding | None = None,
     ) -> None:
         self._stepper = stepper
+        self._holding = holding
         self._new_runner = new_runner
         self._runners: dict[int, JobRunner] = {}  # by run
         self._executor = executor
@@ -50,6 +57,8 @@ class Background:
     def run_job(self, job: Job, run: int) -> None:
         """Runs a job of this run."""
         runner = self._runner(run)
+        if self._holding is not None and not (type(job) is ReadRows and job.ids.nbytes <= FEW_IDS_NBYTES):
+            self._holding.pass_on()
         if self._executor is None or not isinstance(job, Run):
             self._stepper.queue(runner.run(job)._replace(run=run))
             return

@@ -97,6 +97,7 @@ class Daemon:
             arena_limit_bytes=config.memory_bound_bytes(),
             curve=keyring.curve,
             memory_limit_bytes=config.memory_bound_bytes(),
+            copies_parts=True,
         )
         systemd = systemd_environment()
         self._notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)

@@ -55,6 +55,7 @@ from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
+from kvd.transport.holding import Holding
 
 _JOBS = frozenset(
     {Create, Apply, ReadRows, ListRows, ReadPart, KeepRows, ReadStored, LoadRows, Export, Checksums, Load, Run}
@@ -77,6 +78,7 @@ class Driver:
         on_halt: called on the loop's thread when the machine cannot go on.
         on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
+        holding: lets messages of a daemon wait for the next one to the same peer; None: they do not wait.
 
     Attributes:
         machine: the role.
@@ -95,6 +97,7 @@ class Driver:
         on_halt: Callable[[KvdError], None] | None = None,
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
+        holding: Holding | None = None,
     ) -> None:
         self.machine = machine
         self._transport = transport
@@ -102,11 +105,11 @@ class Driver:
         self._on_census = on_census
         self._on_halt = on_halt
         self._on_stop = on_stop
-        self._stepper = Stepper(machine)
+        self._stepper = Stepper(machine, holding)
         self.feed: Callable[[Event], None] = self._stepper.feed
         self._sender = MessageSender(machine, transport, self._stepper)
         self._receiver = MessageReceiver(self._stepper, self._sender)
-        self._background = Background(self._stepper, new_runner, executor, persist)
+        self._background = Background(self._stepper, new_runner, executor, persist, holding)
 
         self._actions = self._table_of_actions()
 

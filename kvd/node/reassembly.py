@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvd.core.machine import Span
@@ -19,6 +20,11 @@ class ReassemblyBuffer:
         """Keep the bytes of the span, which begin at byte `offset` of the value."""
         self._parts.append((offset, span))
 
+    @property
+    def parts(self) -> Sequence[tuple[int, Span]]:
+        """What was added."""
+        return self._parts
+
     def move_to(self, target: Any) -> None:
         """Copy all bytes into the target, a contiguous writable buffer, and forget them."""
         whole = memoryview(target).cast("B")
@@ -28,4 +34,8 @@ class ReassemblyBuffer:
             elif span.nbytes:
                 part = memoryview(span.buffer).cast("B")[span.offset : span.offset + span.nbytes]
                 whole[offset : offset + span.nbytes] = part
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all bytes."""
         self._parts = []

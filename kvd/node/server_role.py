@@ -85,6 +85,7 @@ class ServerRole:
             executor=executor,
             on_halt=on_halt,
             on_stop=on_stop,
+            holding=transport.holding,
         )
         return self._driver
 

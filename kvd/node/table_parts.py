@@ -23,9 +23,11 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import NotAllowed, ProtocolError
-from kvd.protocol.messages import ALL_ROWS
+from kvd.protocol.messages import ALL_ROWS, STATE_OF_ROWS
 from kvd.tables.copies import PartReader, PartWriter, checksum_of
 from kvd.tables.part import TablePart
+from kvd.tables.parts import parts_of
+from kvd.tables.row_index import Ids
 from kvd.tables.stored_rows import RowPages, page_of
 from kvd.tables.table import Table
 from kvd.tables.wire import table_of_spec
@@ -45,6 +47,7 @@ class TableParts:
         self._allocate = allocate
         self._view = view
         self._parts: dict[tuple[str, int], TablePart] = {}
+        self._parts_of_table: dict[tuple[str, int], int] = {}  # of the table that has this part
         self._readers: dict[tuple[str, int], PartReader] = {}  # of parts that are sent to another server
         self._pages: dict[tuple[str, int], RowPages] = {}  # of parts that are read for a snapshot
         self._writers: dict[tuple[str, int], PartWriter] = {}  # of parts that come from another server
@@ -65,11 +68,17 @@ class TableParts:
         assert first.table is not None
         description = table_of_spec(first.table)
         table = Table(description, first.key, first.table.num_slices)
+        self._parts_of_table[first.key, first.slice_index] = first.table.num_slices
         part = self._parts[first.key, first.slice_index] = TablePart(description, first.key, table)
         return _version_of(part)
 
     def apply(self, job: Apply) -> TableVersion | tuple[TableVersion, Span]:
-        """Merges the contributions, and makes the next version."""
+        """Merges the contributions, and makes the next version.
+
+        Raises:
+            ProtocolError, NotAllowed: a push brings no rows, or none of this part. Nothing was changed.
+            What `TablePart.update` raises.
+        """
         extent = job.layout[0]
         part = self._part(extent.key, extent.slice_index)
         optimizer: Any = job.optimizer
@@ -79,12 +88,24 @@ class TableParts:
             for each in job.contributions
             if each.span is not None
         ]
+        for pushed in () if job.is_merged or job.is_final else given:
+            self._check_part(extent.key, extent.slice_index, pushed.rows.ids)
         self._end_reading((extent.key, extent.slice_index))
         merged = part.update(None if optimizer is None else optimizer_for(optimizer, extent.key), given, mode)
         if not job.keeps_merged:
             return _version_of(part)
         made = part.payload_of(merged, self._allocate)
         return _version_of(part), Span(made, 0, made.nbytes)
+
+    def _check_part(self, key: str, index: int, ids: Ids) -> None:
+        parts = self._parts_of_table[key, index]
+        if parts == 1:
+            return
+        found = parts_of(ids, parts)
+        if bool((found != index).any()):
+            at = int(np.argmax(found != index))
+            text = f"row {int(ids[at])} of table {key!r} is in part {int(found[at])}, not in {index}"
+            raise ProtocolError(f"{text}: all nodes have to run the same release of kvd")
 
     def read(self, job: ReadRows) -> Span:
         """The rows that a worker wants."""
@@ -141,7 +162,9 @@ class TableParts:
         writer = self._writers.pop(slice_id, None)
         if writer is None:
             raise ProtocolError(f"pieces of table {first.key!r} are missing: none came before it was made")
+        assert first.table is not None
         part = self._parts[slice_id] = writer.part()
+        self._parts_of_table[slice_id] = first.table.num_slices
         return _version_of(part)
 
     def checksum(self, slice_id: tuple[str, int]) -> tuple[int, int]:
@@ -171,10 +194,15 @@ class TableParts:
         return KeptRows(pages, pages.nbytes)
 
     def store(self, job: Load) -> TableVersion:
-        """Puts rows of a snapshot into a part."""
+        """Puts rows of a snapshot into a part, or what the optimizer keeps of rows."""
         part = self._part(job.key, job.slice_index)
         self._end_reading((job.key, job.slice_index))
-        part.store(page_of(self._view(job.source, np.dtype(np.uint8)), part.description, job.key).stored)
+        piece = self._view(job.source, np.dtype(np.uint8))
+        stored = page_of(piece, part.description, job.key, has_rows=job.slots != STATE_OF_ROWS).stored
+        if job.slots == STATE_OF_ROWS:
+            part.store_state(stored, is_first=not job.step)
+        else:
+            part.store(stored)
         return _version_of(part)
 
     # ── what becomes of them ──
@@ -187,7 +215,7 @@ class TableParts:
     def forget(self, slice_id: tuple[str, int]) -> None:
         """The slice is deleted, or made again as something else."""
         self._end_reading(slice_id)
-        for of_slice in (self._parts, self._writers):
+        for of_slice in (self._parts, self._writers, self._parts_of_table):
             of_slice.pop(slice_id, None)
 
     def _end_reading(self, slice_id: tuple[str, int]) -> None:

@@ -62,6 +62,7 @@ from kvd.core.machine import (
 from kvd.errors import KvdError
 from kvd.node.timer import DeadlineTimer
 from kvd.observe.log import event
+from kvd.transport.holding import Holding
 from kvd.transport.host import HostTransport
 
 FAILED_TICK_PAUSE_S = 1.0
@@ -77,12 +78,14 @@ class Stepper:
 
     Args:
         machine: only the thread that holds the stepping lock touches it.
+        holding: lets answers of a daemon wait until all that belongs to an event is done; None: they do not wait.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, holding: Holding | None = None) -> None:
         self.now: Callable[[], float] = time.monotonic
         """The clock of the machine, in seconds: the loop's, once it has started."""
         self._machine = machine
+        self._holding = holding
         self._actions: Mapping[type[Any], Callable[[Any], None]] = {}
         self._events: deque[Event] = deque()
         self._deferred: deque[list[Effect]] = deque()  # effects of steps off the loop, for the loop
@@ -97,7 +100,8 @@ class Stepper:
         self._actions = actions
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self.now = self._loop.time
+        if type(self._loop).time is not asyncio.BaseEventLoop.time:  # that is time.monotonic in one call more
+            self.now = self._loop.time
         self._timer.start(self._loop)
         self.feed(Tick())
 
@@ -129,6 +133,8 @@ class Stepper:
             if not self._stepping.acquire(blocking=False):
                 return
             try:
+                if self._holding is not None and on_loop:
+                    self._holding.begin()
                 while on_loop and self._deferred:
                     self._carry_out(self._deferred.popleft())
                 while self._events and not self._stopped:
@@ -140,6 +146,8 @@ class Stepper:
                     else:
                         self._call_on_loop(self._timer.set, deadline)
             finally:
+                if self._holding is not None and on_loop:
+                    self._holding.end()
                 self._stepping.release()
             if self._deferred and not on_loop:
                 self._call_on_loop(self._pump)

@@ -42,6 +42,8 @@ _BUILT_IN: dict[str, type[Optimizer]] = {
     )
 }
 
+_MOST_SLOTS = 3  # FTML's
+
 _COMMON_FIELDS = {"learning_rate", "wd", "rescale_grad", "clip_gradient"}
 
 _log = logging.getLogger(__name__)
@@ -64,6 +66,26 @@ def row_error(optimizer: Optimizer, key: str) -> str:
         return ""
     names = ", ".join([name for name, known in _BUILT_IN.items() if known.updates_rows])
     return f"{kind.__name__} cannot update single rows of table {key!r}; these can: {names}"
+
+
+def slots_of(optimizer: Optimizer | None) -> int:
+    """How many numbers an optimizer keeps of each element, at most. An installed one may keep as many as any."""
+    if optimizer is None:
+        return 0
+    if getattr(optimizer, "kernel", None) is not None:
+        return _MOST_SLOTS
+    match optimizer:
+        case SGLD():
+            return 0
+        case SGD() | Signum() | LARS():
+            return 1 if optimizer.momentum else 0
+        case Adagrad():
+            return 1
+        case Adam() | AdamW() | AdaDelta() | Adamax() | Nadam() | Ftrl() | LAMB() | DelayedNesterov():
+            return 2
+        case RMSProp():
+            return 1 + bool(optimizer.centered) + bool(optimizer.momentum)
+    return _MOST_SLOTS
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from kvd.parallel.group.group import DataParallelExecutorGroup
 from kvd.parallel.group.monitor import Monitor, MonitorEntry
 from kvd.parallel.group.monitoring import Metric
 from kvd.parallel.group.pipeline import GradientPipeline
-from kvd.parallel.models.model import BindOptions, Executor, GradReq, Model, ModelDescription
+from kvd.parallel.models.model import BindOptions, Executor, GradReq, Model, ModelDescription, ReadsRows
 from kvd.parallel.models.numpy.convolution import Conv2D
 from kvd.parallel.models.numpy.layer import Layer
 from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
@@ -43,6 +43,7 @@ __all__ = [
     "Model",
     "ModelDescription",
     "Executor",
+    "ReadsRows",
     "GradReq",
     "BindOptions",
     "Sequential",

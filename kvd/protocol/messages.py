@@ -27,6 +27,7 @@ class Limit(NamedTuple):
 
 BIGGEST = (1 << 62) - 1
 ALL_ROWS = -1  # in place of the number of an update
+STATE_OF_ROWS = (("state", "of rows"),)  # the slots of a StoreState of a table that brings no rows
 LAST_ROW = (1 << 63) - 1
 MOST_COUNTED = 1 << 61  # that a peer may claim: who counts on from there always finds a number that a header can carry
 MOST_PID = (1 << 31) - 1
@@ -1147,7 +1148,9 @@ class State:
 @dataclass(frozen=True, slots=True)
 class StoreState:
     """Replace the optimizer's state for one slice; in a part of a table, which nobody has pushed to, put rows. The
-    payload is as in State."""
+    payload is as in State. With STATE_OF_ROWS as the slots, the part gets what the optimizer keeps of rows, and the
+    rows in the payload have no elements; `step` is how many rows came before these, and with 0 it forgets what it has
+    kept."""
 
     KIND: ClassVar[int] = 54
     request: Number

@@ -15,6 +15,7 @@ MAX_KEY_NBYTES = 1 << 40
 MIN_SLICE_BYTES = 4 << 10
 MAX_SLICE_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 128 << 20  # of one message
+MOST_HELD_VERSIONS = 2  # of a key, in the memory of its servers, by the arrays of one worker
 MERGES = ("sum", "mean", "weighted")  # how the contributions of a round become one
 ANY_ROW = -1  # in place of the number of a table's rows: row ids are any whole numbers from 0 to 2⁶³ - 1
 ROW_ID_BYTES = 8

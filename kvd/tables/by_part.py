@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.protocol.specs import ROW_ID_BYTES, padded
-from kvd.tables.duplicates import added_up, firsts, in_order
+from kvd.tables.duplicates import add_up_into, added_up, firsts, in_order
 from kvd.tables.parts import parts_of
 from kvd.tables.row_values import Ids, Rows
 
@@ -45,9 +45,19 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
     Args:
         memory: gives so many bytes, as uint8.
     """
+    width, dtype = pushed.rows.shape[1], pushed.rows.dtype
+    row_nbytes = width * dtype.itemsize
+    if parts == 1:
+        ordered = in_order(pushed.ids)
+        count = ordered.num_distinct
+        data = memory(count * (ROW_ID_BYTES + row_nbytes))
+        rows_at = count * ROW_ID_BYTES
+        add_up_into(
+            ordered, pushed.rows, data[:rows_at].view(np.int64), data[rows_at:].view(dtype).reshape(count, width)
+        )
+        return RowsInParts(data, ((0, data.nbytes),))
     merged = added_up(pushed.ids, pushed.rows)
     order, ends = _ordered(merged.ids, parts)
-    row_nbytes = pushed.rows.shape[1] * pushed.rows.dtype.itemsize
     ranges, begin = [], 0
     for first, end in zip((0, *ends), ends, strict=False):
         ranges.append((begin, (end - first) * (ROW_ID_BYTES + row_nbytes)))
@@ -56,7 +66,7 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
     for first, end, (offset, nbytes) in zip((0, *ends), ends, ranges, strict=False):
         rows_at = offset + (end - first) * ROW_ID_BYTES
         np.take(merged.ids, order[first:end], out=data[offset:rows_at].view(np.int64), mode="clip")
-        rows = data[rows_at : offset + nbytes].view(pushed.rows.dtype).reshape(end - first, pushed.rows.shape[1])
+        rows = data[rows_at : offset + nbytes].view(dtype).reshape(end - first, width)
         merged.take(order[first:end], rows)
     return RowsInParts(data, tuple(ranges))
 
@@ -64,10 +74,10 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
 def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
     """The rows of a pull from a table of so many parts: each once. From one part, those that come up again are asked
     for again if they are few: then the rows arrive in the order in which they are wanted."""
-    ordered, places = in_order(ids)
-    is_first = firsts(ordered)
-    if parts == 1 and np.count_nonzero(is_first) >= len(ids) * (1 - _FEW):
+    ordered, places, num_distinct = in_order(ids)
+    if parts == 1 and num_distinct >= len(ids) * (1 - _FEW):
         return IdsInParts(ids, ((0, ids.nbytes),), None)
+    is_first = firsts(ordered)
     distinct, where = ordered[is_first], np.empty(len(ids), np.intp)
     where[places] = np.cumsum(is_first) - 1
     order, ends = _ordered(distinct, parts)

@@ -31,10 +31,12 @@ class Contributed(NamedTuple):
     Attributes:
         rows: any ids, also several times the same: those are added up first.
         samples: the number behind it, ≥ 0. Only a weighted merge looks at it.
+        is_ascending: the ids are known to be ascending, each once.
     """
 
     rows: Rows
     samples: int
+    is_ascending: bool = False
 
 
 def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: int, dtype: np.dtype[Any]) -> MergedRows:
@@ -47,26 +49,26 @@ def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: in
     counted = [each for each in contributions if each.samples > 0 or not weighs]
     if not counted:
         return plain(np.zeros(0, np.int64), np.zeros((0, width), dtype))
-    parts = [_distinct(each.rows) for each in counted]
+    parts = [_distinct(each) for each in counted]
     factors = [each.samples if weighs else 1 for each in counted]
     divisor = sum(factors) if weighs else len(counted) if mode == "mean" else 1
-    merged = parts[0]._replace(factors=(factors[0], 1))
-    for part, factor in zip(parts[1:], factors[1:], strict=True):
-        merged = _sum_of(merged, part, factor)
+    if len(parts) == 1:
+        return plain(*parts[0])._replace(factors=(factors[0], 1), divisor=divisor)
+    merged = _sum_of(parts[0], parts[1], (factors[0], factors[1]))
+    for part, factor in zip(parts[2:], factors[2:], strict=True):  # two lists are added at a time
+        merged = _sum_of(Rows(merged.ids, merged.rows()), part, (1, factor))
     return merged._replace(divisor=divisor)
 
 
-def _distinct(rows: Rows) -> MergedRows:
+def _distinct(given: Contributed) -> Rows:
     """Those of one worker, added up. There is nothing to do when they come from another process."""
-    if bool((rows.ids[1:] > rows.ids[:-1]).all()):
-        return plain(rows.ids, rows.rows)
-    merged = added_up(rows.ids, rows.rows)
-    return plain(merged.ids, merged.rows())
+    ids = given.rows.ids
+    if given.is_ascending or bool((ids[1:] > ids[:-1]).all()):
+        return given.rows
+    merged = added_up(*given.rows)
+    return Rows(merged.ids, merged.rows())
 
 
-def _sum_of(merged: MergedRows, part: MergedRows, factor: int) -> MergedRows:
-    """What is merged so far, and the rows of one more worker, which are plain."""
-    if len(merged.second):  # two lists are added at a time
-        merged = plain(merged.ids, merged.rows())
-    ids, left, right = of_both(merged.ids, part.ids)
-    return MergedRows(ids, left, right, merged.first, part.first, (merged.factors[0], factor))
+def _sum_of(first: Rows, second: Rows, factors: tuple[int, int]) -> MergedRows:
+    ids, left, right = of_both(first.ids, second.ids)
+    return MergedRows(ids, left, right, first.rows, second.rows, factors)

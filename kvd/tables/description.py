@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -41,6 +41,9 @@ class RowSparse:
             several the smallest ids. Every server of a cluster keeps an equal share. None: no limit.
         max_bytes: the same in bytes of rows and optimizer state, and 96 for each row; a server keeps one row at least.
         track_updates: remember the last update of each row, and which ones were evicted, for `export_table(since=…)`.
+        values: the rows that the table begins with, as an array of this `shape`, or some of them as a
+            `kvd.RowSparseArray`; the others are what the initializer says. Of the workers of a cluster, worker 0 gives
+            them; `init` reads them, and keeps no reference.
 
     Raises:
         NotAllowed: a shape is none, or both or none of the two are given; a number is out of its range.
@@ -53,6 +56,7 @@ class RowSparse:
         dtype: its name.
         initializer: as given.
         keeping: which rows are kept: the other arguments, as numbers (0: None).
+        values: as given. Two tables that differ in nothing else are equal.
     """
 
     rows: int | None
@@ -60,6 +64,7 @@ class RowSparse:
     dtype: str
     initializer: Initializer
     keeping: Keeping
+    values: Any = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class RowSparse:
         max_rows: int | None = None,
         max_bytes: int | None = None,
         track_updates: bool = False,
+        values: Any = None,
     ) -> None:
         if (shape is None) == (row_shape is None):
             text = "a table has a shape=(rows, …), or for any row id a row_shape=(…): pass one of the two"
@@ -95,6 +101,7 @@ class RowSparse:
             bool(track_updates),
         )
         object.__setattr__(self, "keeping", keeping)
+        object.__setattr__(self, "values", values)
 
     @property
     def width(self) -> int:
@@ -112,6 +119,11 @@ def _parted(shape: Iterable[int]) -> tuple[int, tuple[int, ...]]:
     dimensions = _dimensions("shape", shape)
     if not dimensions:
         raise NotAllowed("the shape of a table begins with the number of its rows: shape=() has none")
+    if not dimensions[0]:
+        text = (
+            f"shape={shown(dimensions)} is a table without rows: say how many it may have, or row_shape= for any row id"
+        )
+        raise NotAllowed(text)
     return dimensions[0], dimensions[1:]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,20 +14,53 @@ _FEW_BITS = 1 << 31  # ids below this are sorted together with their places
 _ROUNDS = 8  # of additions of whole arrays; what comes up more often is added one by one
 
 
+class InOrder(NamedTuple):
+    """Ids in ascending order.
+
+    Attributes:
+        places: of each of them in the list that they were in; those of the same id in their order.
+        num_distinct: how many differ.
+    """
+
+    ids: Ids
+    places: Places
+    num_distinct: int
+
+
 def added_up(ids: Ids, rows: Array) -> MergedRows:
     """These rows, shape (ids, width); of the same id, their sum."""
-    ordered, order = in_order(ids)
-    is_first = firsts(ordered)
-    starts = np.flatnonzero(is_first)
+    return _added_up(in_order(ids), rows)
+
+
+def add_up_into(given: InOrder, rows: Array, ids: Ids, out: Array) -> None:
+    """The same in memory that is there.
+
+    Args:
+        given: the ids of the rows.
+        ids, out: of as many rows as different ids were given.
+    """
+    if rows.flags.c_contiguous and out.flags.c_contiguous:
+        loop = loop_for("join_rows", rows.dtype, rows.dtype).ready(rows.size)
+        if loop is not None:
+            quietly(loop, given.ids, given.places, rows, ids, out)
+            return
+    merged = _added_up(given, rows)
+    ids[:] = merged.ids
+    merged.take(slice(None), out)
+
+
+def _added_up(given: InOrder, rows: Array) -> MergedRows:
+    ids, order, num_distinct = given
+    if num_distinct == len(ids):
+        return MergedRows(ids, order, np.full(len(ids), -1), rows, rows[:0])
+    starts = np.flatnonzero(firsts(ids))
     left, right = order[starts], np.full(len(starts), -1)
-    if len(starts) == len(ids):
-        return MergedRows(ordered, left, right, rows, rows[:0])
     ends = np.append(starts[1:], len(ids))
     summed = np.flatnonzero(ends - starts > 1)
     sums = np.empty((len(summed), rows.shape[1]), rows.dtype)
     quietly(_add_up, starts[summed], ends[summed], order, rows, sums)
     left[summed], right[summed] = -1, np.arange(len(summed))
-    return MergedRows(ordered[starts], left, right, rows, sums)
+    return MergedRows(ids[starts], left, right, rows, sums)
 
 
 def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
@@ -35,11 +68,10 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
     total = len(first) + len(second)
     loop = id_loop("merge_ids", total)
     if loop is not None:
-        found, count = np.empty((3, total), np.int64), np.zeros(1, np.int64)
-        loop(np.ascontiguousarray(first), np.ascontiguousarray(second), *found, count)
-        ids, left, right = found[:, : count[0]]
-        return ids, left, right
-    ordered, order = in_order(np.concatenate((first, second)))
+        ids, left, right = np.empty((3, total), np.int64)
+        count = loop(np.ascontiguousarray(first), np.ascontiguousarray(second), ids, left, right)
+        return ids[:count], left[:count], right[:count]
+    ordered, order, _ = in_order(np.concatenate((first, second)))
     is_first = firsts(ordered)
     group = np.cumsum(is_first) - 1
     left, right = np.full((2, int(group[-1]) + 1 if len(group) else 0), -1)
@@ -49,19 +81,20 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
     return ordered[is_first], left, right
 
 
-def in_order(ids: Ids) -> tuple[Ids, Places]:
-    """The ids, ascending, and the place of each of them in `ids`; those of the same id in the order of their places."""
+def in_order(ids: Ids) -> InOrder:
+    """The ids, ascending."""
     loop = id_loop("sort_ids", len(ids))
     if loop is not None:
         ordered, order = np.empty((2, len(ids)), np.int64)
-        loop(np.ascontiguousarray(ids), ordered, order)
-        return ordered, order
+        return InOrder(ordered, order, loop(np.ascontiguousarray(ids), ordered, order))
     if len(ids) and int(ids.max()) >= _FEW_BITS:
         order = np.argsort(ids, kind="stable")
-        return ids[order], order
-    keyed = (ids << 32) | np.arange(len(ids))  # one sort of these takes half the time of a stable argsort
-    keyed.sort()
-    return keyed >> 32, keyed & 0xFFFFFFFF
+        ordered = ids[order]
+    else:
+        keyed = (ids << 32) | np.arange(len(ids))  # one sort of these takes half the time of a stable argsort
+        keyed.sort()
+        ordered, order = keyed >> 32, keyed & 0xFFFFFFFF
+    return InOrder(ordered, order, int(np.count_nonzero(firsts(ordered))))
 
 
 def firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -66,6 +66,10 @@ class EarlierRows:
         aside = _Aside(ids, memory)
         self._append(_with(aside, evicted) if len(evicted.ids) else aside)
 
+    def forget(self) -> None:
+        """Nothing is put aside: no version before the newest can be read."""
+        self._kept.clear()
+
     def kept(self) -> list[Rows]:
         """What was put aside, the oldest first."""
         return [Rows(each.ids, each.memory[: len(each.ids)]) for each in self._kept]

@@ -26,6 +26,9 @@ _BEFORE_ALL = -1  # of a row that no update has named, but that was there, the l
 LEAST_EVICTIONS = 1 << 20  # of those that were evicted last; as many as there are rows, if that is more
 
 
+_NO_IDS = np.zeros(0, np.int64)
+
+
 class _Naming(NamedTuple):
     """What an update says to the candidates: ids ascending."""
 
@@ -68,6 +71,7 @@ class Keeper:
         self._evicted = NumberedIds() if evicts and keeping.track_updates else None
         self._evictions = evictions
         self._forgotten = 0  # the last update whose evictions are not all known
+        self._going = _NO_IDS  # the rows that go with the update that is being made
 
     @property
     def nbytes(self) -> int:
@@ -97,19 +101,71 @@ class Keeper:
         mask[absent] = enough
         return mask
 
+    def begin(self, ids: Ids, places: Places, row_nbytes: int) -> Ids:
+        """Which rows the table does not keep after an update: some of those that are there, and of those that it
+        names. `note` or `take_back` comes next.
+
+        Args:
+            ids: that it names, ascending, each once: the admitted ones.
+            places: theirs; -1: it is new.
+            row_nbytes: of a row with the optimizer's state.
+
+        Returns:
+            Them, ascending.
+
+        Raises:
+            MemoryError: there is no memory for the update. Nothing was changed.
+        """
+        there = places[places >= 0]
+        count = len(self._index) + len(ids) - len(there)
+        most = self._most(count, row_nbytes)
+        self.reserve(count, min(len(ids), most))
+        if self._recency is None or not may_evict(self._keeping):
+            return self._going
+        number = self.number + 1
+        self._recency.name(there, number)
+        try:
+            until = number - self._keeping.ttl_updates if self._keeping.ttl_updates else _BEFORE_ALL
+            oldest = self._recency.oldest(until, count - most)
+            named = ids[: max(0, count - most - len(oldest))]  # of the newest rows the smallest ids go first
+            self._going = np.sort(np.concatenate([oldest, named]))
+            if self._evicted is not None:
+                self._evicted.reserve(len(self._going))
+        except BaseException:
+            self.take_back()
+            raise
+        return self._going
+
+    def take_back(self) -> None:
+        """The update that was begun has failed: it counts for nothing."""
+        self._naming = None
+        self._going = _NO_IDS
+        if self._recency is not None:
+            self._recency.take_back()
+
+    def require(self, count: int) -> None:
+        """Have room for so many rows. Raises MemoryError, and is as it was then."""
+        if self._recency is not None:
+            self._recency.require(count)
+
     def reserve(self, count: int, touched: int) -> None:
-        """Have room for so many rows, of which an update names so many. Raises MemoryError, and is as it was then."""
+        """Have room for an update that names so many rows, when there are so many. Raises MemoryError, and is as it was
+        then."""
         if self._recency is not None:
             self._recency.reserve(count, touched)
 
-    def note(self, places: Places) -> None:
-        """An update has changed the rows at these places, each of which is there once; they are the admitted ones."""
+    def note(self, places: Places, num_named: int) -> None:
+        """The update was made, of the rows at these places, each of which is there once.
+
+        Args:
+            num_named: how many rows there would be if none went.
+        """
         self.number += 1
         if self._recency is not None:
             self._recency.note(places, self.number)
         if self._candidates is not None and self._naming is not None:
             self._candidates.forget(self._naming.admitted)
-            self._candidates.set(self._naming.waiting, self._naming.counts, len(self._index))
+            self._candidates.set(self._naming.waiting, self._naming.counts, num_named)
         self._naming = None
 
     def stored(self, places: Places, num_before: int) -> None:
@@ -123,28 +179,9 @@ class Keeper:
 
     # ── evictions ──
 
-    def to_evict(self, row_nbytes: int) -> Ids:
-        """The rows that the table does not keep after this update, ascending.
-
-        Args:
-            row_nbytes: of a row with the optimizer's state.
-
-        Raises:
-            MemoryError: there is no memory to remember them. Nothing was changed.
-        """
-        keeping = self._keeping
-        if self._recency is None or not may_evict(keeping):
-            return np.zeros(0, np.int64)
-        until = self.number - keeping.ttl_updates if keeping.ttl_updates else _BEFORE_ALL
-        ids = np.sort(self._recency.oldest(until, self._most(row_nbytes)))
-        if self._evicted is not None:
-            self._evicted.reserve(len(ids))
-        return ids
-
-    def evicted(self, ids: Ids) -> None:
-        """These rows, which `to_evict` has just said, were removed."""
-        assert self._recency is not None
-        self._recency.drop_oldest()
+    def evicted(self) -> None:
+        """The rows that `begin` said have gone."""
+        ids, self._going = self._going, _NO_IDS
         if self._evicted is None or not len(ids):
             return
         self._evicted.append(ids, self.number)
@@ -158,9 +195,9 @@ class Keeper:
         if self._recency is not None:
             self._recency.moved(moves)
 
-    def _most(self, row_nbytes: int) -> int:
-        """How many rows are kept of this part."""
-        most = len(self._index)
+    def _most(self, count: int, row_nbytes: int) -> int:
+        """How many of so many rows are kept in this part."""
+        most = count
         if self._keeping.max_rows:
             most = min(most, -(-self._keeping.max_rows // self._parts))
         if self._keeping.max_bytes:

@@ -43,6 +43,7 @@ class LazyRule:
         NotAllowed: the optimizer cannot update single rows.
 
     Attributes:
+        is_ours: the arithmetic is that of a built-in optimizer, none of the program's.
         slot_widths: how many numbers it keeps of a row, by the name of the slot.
     """
 
@@ -51,7 +52,7 @@ class LazyRule:
         self._width = width
         self._dtype = dtype
         self._kernel: Any = kernel_of(optimizer)  # of those that are refused below, one of whole slices
-        self._is_ours = getattr(optimizer, "kernel", None) is None
+        self.is_ours = getattr(optimizer, "kernel", None) is None
         if text := row_error(optimizer, key):
             raise NotAllowed(text, key=key)
         self._goes_by_row = type(optimizer) is RowWiseAdagrad
@@ -74,7 +75,7 @@ class LazyRule:
         """
         if not merged.num_rows or self._made_in_place(step, places, merged, weights, slots, before):
             return
-        rows = min(max(1, TILE // self._width), merged.num_rows) if self._is_ours else merged.num_rows
+        rows = min(max(1, TILE // self._width), merged.num_rows) if self.is_ours else merged.num_rows
         update = self._tile_update(step)
         buffers = [np.empty((rows, self._width), self._dtype) for _ in range(2)]
         kept = [np.empty((rows, width), self._dtype) for width in self.slot_widths.values()]
@@ -127,7 +128,7 @@ class LazyRule:
         return np.array((1.0, 1.0, 1.0, rescale, -clip, clip, wd, *own), self._dtype), wd != 0.0
 
     def _after(self, update: TileUpdate, weight: Array, gradient: Array, slots: list[Array]) -> Array:
-        if self._is_ours:
+        if self.is_ours:
             return quietly(update, weight, gradient, slots)
         with np.errstate(all="ignore"):
             return update(weight, gradient, slots)

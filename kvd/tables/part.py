@@ -56,6 +56,7 @@ class TablePart:
         self.description = description
         self.table = Table(description, key) if table is None else table
         self._key = key
+        self._num_ids = 1 << 63 if description.rows is None else description.rows
         self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
         for rows in put_aside:
             self._earlier.add(rows)
@@ -91,9 +92,10 @@ class TablePart:
         ids = payload[: count * ROW_ID_BYTES].view(_INT64)
         if not bool((ids[1:] > ids[:-1]).all()):
             raise ProtocolError(f"the row ids of a push to table {self._key!r} are not in ascending order")
-        self._check(ids)
+        if count:
+            self._check_range(int(ids[0]), int(ids[-1]))
         rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
-        return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples)
+        return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples, is_ascending=True)
 
     def payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
         """Merged rows as `pushed` takes them.
@@ -113,22 +115,28 @@ class TablePart:
     def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
         """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
 
+        Once rows are changed, the update counts. If there is no memory then to put rows aside, the versions before
+        cannot be read any more.
+
         Args:
             optimizer: None: the merged rows replace those that are there.
 
         Raises:
             NotAllowed: the optimizer updates no single rows, or there would be too many rows. Nothing was changed.
-            MemoryError: there is no memory for new rows. Nothing was changed.
+            MemoryError: there is no memory for new rows. No row was changed.
         """
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
         before = self._earlier.room(merged.num_rows)
         if optimizer is None:
-            changed = self.table.assign_merged(merged, before)
+            updated = self.table.assign_merged(merged, before)
         else:
-            changed = self.table.update_merged(optimizer, merged, before)
-        ids = changed.copy()  # they may lie in memory that the sender gets back
-        self._earlier.put_aside(ids, before, self.table.evict())
+            updated = self.table.update_merged(optimizer, merged, before)
         self.version += 1
+        try:
+            ids = updated.ids.copy()  # they may lie in memory that the sender gets back
+            self._earlier.put_aside(ids, before, updated.evicted)
+        except MemoryError:
+            self._earlier.forget()
         return merged
 
     def store(self, stored: StoredRows) -> None:
@@ -142,6 +150,21 @@ class TablePart:
         self.table.step = stored.updates
         self._earlier = EarlierRows(self.description.width, self.description.numpy_dtype, UPDATES_KEPT)
         self.version += 1
+
+    def store_state(self, stored: StoredRows, *, is_first: bool) -> None:
+        """Puts what the optimizer keeps of rows in place of all that it has kept. The rows and their version stay.
+
+        Args:
+            is_first: more of the same state may follow.
+
+        Raises:
+            NotAllowed: there would be too many rows.
+            MemoryError: there is no memory for them.
+        """
+        if is_first:
+            self.table.forget_optimizer()
+        self.table.store_state(stored.ids, stored.slots)
+        self.table.step = stored.updates
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
@@ -170,10 +193,12 @@ class TablePart:
         return made
 
     def _check(self, ids: Ids) -> None:
-        if not len(ids):
-            return
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or (self.description.rows is not None and high >= self.description.rows):
+        # One look at all of them: as unsigned numbers, those below 0 are the largest.
+        if len(ids) and int(ids.view(np.uint64).max()) >= self._num_ids:
+            self._check_range(int(ids.min()), int(ids.max()))
+
+    def _check_range(self, low: int, high: int) -> None:
+        if low < 0 or high >= self._num_ids:
             has = "" if self.description.rows is None else f": it has {self.description.rows}"
             wrong = low if low < 0 else high
             raise NotAllowed(f"table {self._key!r} has no row {wrong}{has}", key=self._key)

@@ -18,6 +18,7 @@ from kvd.tables.row_index import Ids, Places, RowIndex
 _NUMBERS: np.dtype[Any] = np.dtype(np.int64)
 _LEAST_LOOKED_AT = 1024
 _SPARE_ENTRIES = 4096
+_NONE: tuple[Places, Ids] = (np.zeros(0, np.intp), np.zeros(0, np.int64))
 
 
 class Recency:
@@ -33,24 +34,45 @@ class Recency:
         self._last = RowArena(1, _NUMBERS)
         self._queue = NumberedIds() if in_order else None
         self._oldest_end = 0  # of the queue: there are all that `oldest` said last
+        self._named = _NONE  # places, and what was there
 
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
         return self._last.nbytes + (0 if self._queue is None else self._queue.nbytes)
 
-    def reserve(self, count: int, touched: int) -> None:
-        """Have room for so many rows, of which an update names so many. Raises MemoryError, and is as it was then."""
+    def require(self, count: int) -> None:
+        """Have room for so many rows. Raises MemoryError, and is as it was then."""
         self._last.require(count)
+
+    def reserve(self, count: int, touched: int) -> None:
+        """Have room for an update that names so many rows, when there are so many. Raises MemoryError, and is as it was
+        then."""
         if self._queue is not None:
             if len(self._queue) + touched > count + count // 2 + _SPARE_ENTRIES:
                 self._queue.keep(self._counting(slice(None)))
             self._queue.reserve(touched)
 
+    def name(self, places: Places, number: int) -> None:
+        """The update with this number names the rows at these places, and may still fail."""
+        last = self._last.where_they_lie()
+        self._named = places, last[places, 0]
+        last[places, 0] = number
+
+    def take_back(self) -> None:
+        """It has failed: the rows are as old as they were."""
+        places, last = self._named
+        self._last.where_they_lie()[places, 0] = last
+        self._named = _NONE
+        self._oldest_end = 0
+
     def note(self, places: Places, number: int) -> None:
         """The rows at these places were updated. Room was reserved."""
         self._last.where_they_lie()[places, 0] = number
+        self._named = _NONE
         if self._queue is not None:
+            self._queue.drop(self._oldest_end)
+            self._oldest_end = 0
             self._queue.append(np.sort(self._index.ids_at(places)), number)
 
     def stored(self, places: Places, number: int, num_before: int) -> None:
@@ -70,31 +92,24 @@ class Recency:
         """Rows were removed, and others have taken their places."""
         self._last.close_up(moves)
 
-    def oldest(self, until: int, most: int) -> Ids:
-        """The rows whose last update was number `until` or before, and of the others the oldest ones that are more
-        than `most` in all. Of rows with the same last update the smaller ids are the older ones. In this order.
+    def oldest(self, until: int, excess: int) -> Ids:
+        """The rows whose last update was number `until` or before, and of the others the oldest ones: `excess` in all,
+        or as many as there are. Of rows with the same last update the smaller ids are the older ones. In this order.
+
+        The next `note` takes them out of the order, since they will have gone.
         """
         assert self._queue is not None
         end = self._queue.end_of(until)
         found = [self._queue.ids[:end][self._counting(slice(0, end))]]
-        missing = len(self._index) - most - len(found[0])
-        while missing > 0:
-            part = slice(end, end + max(_LEAST_LOOKED_AT, missing))
+        missing = excess - len(found[0])
+        while missing > 0 and end < len(self._queue):
+            part = slice(end, min(len(self._queue), end + max(_LEAST_LOOKED_AT, missing)))
             which = np.flatnonzero(self._counting(part))[:missing]
             found.append(self._queue.ids[part][which])
             missing -= len(which)
             end = part.stop if missing else end + int(which[-1]) + 1
-        oldest = np.concatenate(found)
         self._oldest_end = end
-        if not len(oldest):
-            self.drop_oldest()  # none of these entries counts: they are looked at once
-        return oldest
-
-    def drop_oldest(self) -> None:
-        """Those that `oldest` said last have been removed, if there were any."""
-        assert self._queue is not None
-        self._queue.drop(self._oldest_end)
-        self._oldest_end = 0
+        return np.concatenate(found)
 
     def since(self, number: int) -> Ids:
         """The rows that were updated after this update, ascending."""

@@ -53,6 +53,12 @@ class RowArena:
         return int(self._rows.shape[1])
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the elements."""
+        dtype: np.dtype[Any] = self._rows.dtype
+        return dtype
+
+    @property
     def nbytes(self) -> int:
         """The memory, of used and of unused rows."""
         return self._rows.nbytes

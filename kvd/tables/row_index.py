@@ -7,7 +7,7 @@ Compiled loops (`kvd.compute.jit_ids`) look ids up one by one, in the same slots
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,19 @@ MOST_ROWS = (1 << 31) - 1  # places take 32 bits here
 _LEAST_SLOTS = 1024
 _FREE = -1  # row ids are ≥ 0
 _GONE = -2  # of an id that was removed: look-ups go on to the next slot
+_NONE: Places = np.zeros(0, np.intp)
+
+
+class Found(NamedTuple):
+    """Where ids are.
+
+    Attributes:
+        places: of each id; -1: it has none.
+        absent: the numbers of the ids that have none.
+    """
+
+    places: Places
+    absent: Places
 
 
 class RowIndex:
@@ -49,12 +62,17 @@ class RowIndex:
 
     def find(self, ids: Ids) -> Places:
         """The place of each id; -1 for those that have none."""
+        return self.found(ids).places
+
+    def found(self, ids: Ids) -> Found:
+        """The place of each id, and which ids have none."""
         loop = id_loop("find_ids", len(ids))
         if loop is None:
-            return self._find(ids)
-        found: Places = np.empty(len(ids), np.intp)
-        loop(np.ascontiguousarray(ids), self._ids, self._places, found)
-        return found
+            places = self._find(ids)
+            return Found(places, np.flatnonzero(places < 0))
+        places = np.empty(len(ids), np.intp)
+        num_absent = loop(np.ascontiguousarray(ids), self._ids, self._places, places)
+        return Found(places, np.flatnonzero(places < 0) if num_absent else _NONE)
 
     def _find(self, ids: Ids) -> Places:
         at = self._home(ids)
@@ -83,7 +101,7 @@ class RowIndex:
             raise NotAllowed(f"a table has at most {MOST_ROWS} rows that were updated, on each server")
         if self._by_place is not None:
             self._by_place.require(count)
-        if 2 * count > len(self._ids) or 8 * (count + self._gone) > 5 * len(self._ids):
+        if 2 * count > len(self._ids) or self._is_full(count):
             slots = _LEAST_SLOTS
             while slots < 2 * count:
                 slots *= 2
@@ -114,6 +132,21 @@ class RowIndex:
         self._count = count
         return moves
 
+    def replace(self, places: Places, ids: Ids) -> None:
+        """Give these places, each of which is there once, to ids that have none. It needs no memory that stays."""
+        if not len(places):
+            return
+        assert self._by_place is not None
+        self._ids[self._slots_of(self.ids_at(places))] = _GONE
+        self._gone += len(places)
+        self._by_place.put(places, ids[:, None])
+        if self._is_full(self._count):
+            self._ids.fill(_FREE)
+            self._put(self._by_place.where_they_lie()[: self._count, 0], np.arange(self._count))
+            self._gone = 0
+        else:
+            self._put(ids, places)
+
     def take_back(self, ids: Ids) -> None:
         """The ids that came last, in any order, have no place any more."""
         self._ids[self._slots_of(ids)] = _GONE
@@ -134,6 +167,10 @@ class RowIndex:
         assert self._by_place is not None
         ids: Ids = self._by_place.where_they_lie()[places, 0]
         return ids
+
+    def _is_full(self, count: int) -> bool:
+        """Whether look-ups take long, with so many ids and all those that are gone."""
+        return 8 * (count + self._gone) > 5 * len(self._ids)
 
     def _make_slots(self, slots: int) -> None:
         ids, places = np.full(slots, _FREE, np.int64), np.zeros(slots, np.int32)  # memory first

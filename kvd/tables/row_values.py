@@ -51,10 +51,11 @@ class Rows(NamedTuple):
 
 
 def is_row_sparse(value: object) -> bool:
-    """Whether a value can only be one for a table: rows with ids, a sparse tensor of torch, or a list of such."""
+    """Whether a value can only be one for a table: rows with ids, a sparse tensor of torch, a sparse matrix of SciPy or
+    CuPy, or a list of such."""
     if isinstance(value, list):
         return len(value) > 0 and all(is_row_sparse(entry) for entry in value)
-    return isinstance(value, RowSparseArray) or _is_sparse_tensor(value)
+    return isinstance(value, RowSparseArray) or _is_sparse_tensor(value) or _is_sparse_matrix(value)
 
 
 def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False) -> Rows:
@@ -101,12 +102,16 @@ def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
         raise ShapeMismatch(f"the row ids for table {key!r} have the shape {ids.shape}: pass ids.reshape(-1)", key=key)
     if len(ids) > MOST_ROWS_AT_ONCE:
         raise NotAllowed(f"a call names at most {MOST_ROWS_AT_ONCE} rows, not {len(ids)}", key=key)
-    if ids.size:
-        last = (1 << 63) - 1 if table.rows is None else table.rows - 1
-        if int(ids.min()) < 0 or int(ids.max()) > last:
-            place = int(np.flatnonzero((ids < 0) | (ids > last))[0])
-            has = f"has the rows 0 to {last}" if last >= 0 else "has no rows"
-            raise NotAllowed(f"table {key!r} {has}; ids[{place}] is {int(ids[place])}", key=key)
+    last = (1 << 63) - 1 if table.rows is None else table.rows - 1
+    if ids.dtype == _INT64:
+        # One look at all of them: as unsigned numbers, those below 0 are the largest.
+        is_wrong = ids.size and int(ids.view(np.uint64).max()) > last
+    else:
+        is_wrong = ids.size and (int(ids.min()) < 0 or int(ids.max()) > last)
+    if is_wrong:
+        place = int(np.flatnonzero((ids < 0) | (ids > last))[0])
+        has = f"has the rows 0 to {last}" if last >= 0 else "has no rows"
+        raise NotAllowed(f"table {key!r} {has}; ids[{place}] is {int(ids[place])}", key=key)
     return np.ascontiguousarray(ids, _INT64)
 
 
@@ -134,6 +139,8 @@ def _parted(key: str | int, value: Any) -> tuple[Any, Any]:
         return value.ids, value.rows
     if _is_sparse_tensor(value):
         return _parted_tensor(key, value)
+    if _is_sparse_matrix(value):
+        return _parted_matrix(value)
     if isinstance(value, tuple) and len(value) == 2:
         return value[0], value[1]
     text = f"key {key!r} is a table: push kvd.RowSparseArray(ids, rows), or a sparse tensor of torch; "
@@ -150,6 +157,21 @@ def _parted_tensor(key: str | int, tensor: Any) -> tuple[Any, Any]:
         text = f"key {key!r} is a table: the sparse tensor has {tensor.sparse_dim()} sparse dimensions, a table has one"
         raise ShapeMismatch(text, key=key)
     return tensor._indices()[0], tensor._values()  # indices() would want it coalesced, which the merge does anyway
+
+
+def _is_sparse_matrix(value: Any) -> bool:
+    return type(value).__module__.startswith(("scipy.sparse.", "cupyx.scipy.sparse.")) and hasattr(value, "tocsr")
+
+
+def _parted_matrix(matrix: Any) -> tuple[Any, Any]:
+    """Of a sparse matrix as SciPy's or CuPy's: those of its rows that have entries."""
+    by_row = matrix.tocsr()
+    counts = np.diff(as_array(by_row.indptr))
+    columns, elements = as_array(by_row.indices), as_array(by_row.data)
+    ids = np.flatnonzero(counts)
+    rows = np.zeros((len(ids), by_row.shape[1]), elements.dtype)
+    np.add.at(rows, (np.repeat(np.arange(len(ids)), counts[ids]), columns), elements)
+    return ids, rows
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

@@ -34,10 +34,20 @@ class StoredRows(NamedTuple):
     slots: Mapping[str, Array]
     updates: int
 
+    @property
+    def row_nbytes(self) -> int:
+        """Of a row with its id and its state."""
+        arrays = (self.rows, *self.slots.values())
+        return int(ROW_ID_BYTES + sum([array.itemsize * array.shape[1] for array in arrays]))
+
     def some(self, which: slice | Array) -> StoredRows:
         """Some of the rows."""
         slots = {name: array[which] for name, array in self.slots.items()}
         return StoredRows(self.ids[which], self.rows[which], slots, self.updates)
+
+    def without_rows(self) -> StoredRows:
+        """What the optimizer keeps of them, alone."""
+        return self._replace(rows=self.rows[:, :0])
 
     def to_bytes(self, allocate: Callable[[int], Array], version: int = 0, rows_after: int = 0) -> Array:
         """As one piece, uint8.
@@ -64,8 +74,11 @@ class Page(NamedTuple):
     rows_after: int
 
 
-def page_of(piece: Array, description: RowSparse, key: str) -> Page:
+def page_of(piece: Array, description: RowSparse, key: str, *, has_rows: bool = True) -> Page:
     """The rows of a piece, uncopied.
+
+    Args:
+        has_rows: False: the rows have no elements, only what the optimizer keeps of them.
 
     Raises:
         ProtocolError: it is none of such a table.
@@ -79,7 +92,10 @@ def page_of(piece: Array, description: RowSparse, key: str) -> Page:
     except (TypeError, ValueError):
         raise no_piece_error(key) from None
     dtype = description.numpy_dtype
-    kinds = [(1, np.dtype(np.int64)), *[(width, dtype) for width in (description.width, *named.values())]]
+    kinds = [
+        (1, np.dtype(np.int64)),
+        *[(width, dtype) for width in (description.width if has_rows else 0, *named.values())],
+    ]
     arrays = cut(body, kinds, num_rows)
     if arrays is None:
         raise ProtocolError(f"a piece of table {key!r} has {body.nbytes} bytes for {num_rows} rows")

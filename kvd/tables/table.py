@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,17 +11,30 @@ from kvd.compute.halves import in_halves
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import Keeping
+from kvd.tables.columns import Columns
 from kvd.tables.description import RowSparse
 from kvd.tables.duplicates import added_up
 from kvd.tables.initial_rows import InitialRows
 from kvd.tables.keeper import Keeper, may_evict
 from kvd.tables.lazy import LazyRule
 from kvd.tables.merged_rows import MergedRows
-from kvd.tables.row_arena import RowArena
-from kvd.tables.row_index import Ids, Places, RowIndex
+from kvd.tables.row_index import Found, Ids, Places, RowIndex
 from kvd.tables.row_values import Rows
+from kvd.tables.turnover import Turnover
 
 Array = np.ndarray[Any, Any]
+
+
+class Updated(NamedTuple):
+    """What an update has changed.
+
+    Attributes:
+        ids: the rows that it has changed: those that the table admits and keeps, ascending.
+        evicted: rows that were there before it and have gone, as they were, ids ascending.
+    """
+
+    ids: Ids
+    evicted: Rows
 
 
 class Table:
@@ -47,8 +60,9 @@ class Table:
         keeping = description.keeping
         self._index = RowIndex(removable=may_evict(keeping))
         self._keeper = None if keeping == Keeping() else Keeper(keeping, parts, self._index)
-        self._weights = RowArena(description.width, self._dtype)
-        self._slots: dict[str, RowArena] = {}
+        self._columns = Columns(description.width, self._dtype)
+        self._turnover = Turnover(self._index, self._columns, self._initial, self._keeper)
+        self._rule: tuple[Optimizer, LazyRule] | None = None  # of the last update
 
     def __len__(self) -> int:
         """How many rows take memory: those that were updated, and are kept."""
@@ -57,24 +71,22 @@ class Table:
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
-        arenas = (self._weights, *self._slots.values())
         kept = 0 if self._keeper is None else self._keeper.nbytes
-        return self._index.nbytes + sum(arena.nbytes for arena in arenas) + kept
+        return self._index.nbytes + self._columns.nbytes + kept
 
     def read(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids, in this order, into ``out``, of shape (ids, width)."""
         in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
 
     def _read(self, ids: Ids, out: Array) -> None:
-        places = self._index.find(ids)
-        absent = np.flatnonzero(places < 0)
+        places, absent = self._index.found(ids)
         if not len(self):
             self._initial.fill(ids, out)
             return
         if not absent.size:
-            self._weights.take(places, out)
+            self._columns.weights.take(places, out)
             return
-        self._weights.take(np.maximum(places, 0), out)
+        self._columns.weights.take(np.maximum(places, 0), out)
         rows = np.empty((absent.size, self.description.width), self._dtype)
         self._initial.fill(ids[absent], rows)
         out[absent] = rows
@@ -83,7 +95,7 @@ class Table:
         """Raise NotAllowed if the optimizer cannot update single rows."""
         LazyRule(optimizer, self._key, self.description.width, self._dtype)
 
-    def update(self, optimizer: Optimizer, ids: Ids, rows: Array) -> None:
+    def update(self, optimizer: Optimizer, ids: Ids, rows: Array) -> Updated:
         """Make one update with these gradients; those of the same id are added up in their order.
 
         No row but these changes or decays, and a NaN gets no further than its own row. No ids are an update, too: it
@@ -93,73 +105,81 @@ class Table:
             NotAllowed: the optimizer cannot update single rows; or there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
-        self.update_merged(optimizer, added_up(ids, rows))
+        return self.update_merged(optimizer, added_up(ids, rows))
 
-    def update_merged(self, optimizer: Optimizer, merged: MergedRows, before: Array | None = None) -> Ids:
+    def update_merged(self, optimizer: Optimizer, merged: MergedRows, before: Array | None = None) -> Updated:
         """The same with rows that are merged already.
 
         Args:
-            before: begins afterwards with the rows as they were, in the order of the ids; is as it was if an error is
-                raised.
-
-        Returns:
-            The rows that were changed: those that the table admits, ascending.
+            before: begins afterwards with the rows that were changed, as they were, in the order of the ids; is as it
+                was if an error is raised.
         """
-        rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
-        merged = self._admitted(merged)
-        count, kept = len(self), list(self._slots)
-        places = self._places(merged.ids, rule)
-        slots = [self._slots[name] for name in rule.slot_widths]
-        try:
-            rule.apply(self.step + 1, places, merged, self._weights, slots, _first(before, merged))
-        except BaseException:
-            self._index.take_back(merged.ids[places >= count])  # a copy of the table has not made them either
-            self._slots = {name: self._slots[name] for name in kept}
-            raise
-        self.step += 1
-        self._note(places)
-        return merged.ids
+        rule = self._rule_of(optimizer)
 
-    def assign(self, ids: Ids, rows: Array) -> None:
+        def update(places: Places, given: MergedRows) -> None:
+            slots = [self._columns.slots[name] for name in rule.slot_widths]
+            rule.apply(self.step + 1, places, given, self._columns.weights, slots, _first(before, given))
+
+        updated = self._made(merged, rule.slot_widths, update)
+        self.step += 1
+        return updated
+
+    def _rule_of(self, optimizer: Optimizer) -> LazyRule:
+        if self._rule is not None and self._rule[0] is optimizer:
+            return self._rule[1]
+        rule = LazyRule(optimizer, self._key, self.description.width, self._dtype)
+        if rule.is_ours:  # it cannot change
+            self._rule = (optimizer, rule)
+        return rule
+
+    def assign(self, ids: Ids, rows: Array) -> Updated:
         """Replace the rows of these ids by these; of the same id, by their sum. The others stay.
 
         Raises:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for new rows.
         """
-        self.assign_merged(added_up(ids, rows))
+        return self.assign_merged(added_up(ids, rows))
 
-    def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Ids:
-        """The same with rows that are merged already; `before`, and what is returned, as above."""
-        merged = self._admitted(merged)
-        rows = merged.rows()  # memory first: a row that is there and was not noted would never be evicted
-        places = self._places(merged.ids)
-        if merged.num_rows:
-            if before is not None:
-                self._weights.take(places, before[: merged.num_rows])
-            self._weights.put(places, rows)
-        self._note(places)
-        return merged.ids
+    def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Updated:
+        """The same with rows that are merged already; `before` as above."""
 
-    def evict(self) -> Rows:
-        """Remove the rows that the table does not keep after the last update, which is asked after each one. They begin
-        again as the initializer says, and with new state.
+        def update(places: Places, given: MergedRows) -> None:
+            rows, weights = given.rows(), self._columns.weights
+            if given.num_rows:
+                if before is not None:
+                    weights.take(places, before[: given.num_rows])
+                weights.put(places, rows)
 
-        Returns:
-            What they were, with their ids ascending.
+        return self._made(merged, {}, update)
+
+    def _made(
+        self, merged: MergedRows, slot_widths: Mapping[str, int], update: Callable[[Places, MergedRows], None]
+    ) -> Updated:
+        """One update, or none if it fails.
+
+        Args:
+            update: of the rows at these places by these; if it raises, the rows that were there are as they were.
         """
-        ids = np.zeros(0, np.int64) if self._keeper is None else self._keeper.to_evict(self._row_nbytes)
-        rows = np.empty((len(ids), self.description.width), self._dtype)
-        if self._keeper is not None and len(ids):
-            places = self._index.find(ids)
-            self._weights.take(places, rows)
-            self._remove(places)
-            self._keeper.evicted(ids)
-        return Rows(ids, rows)
+        if self._keeper is not None and (mask := self._keeper.admitted(merged.ids)) is not None:
+            merged = merged.only(mask)
+        kept = list(self._columns.slots)
+        try:
+            self._columns.have_slots(slot_widths, replace=True)  # those of a file may be another optimizer's
+            seats = self._turnover.begin(merged.ids)
+            try:
+                update(seats.places, seats.of(merged))
+            except BaseException:
+                self._turnover.take_back(seats)
+                raise
+        except BaseException:
+            self._columns.keep_slots(kept)  # a copy of the table has not made others either
+            raise
+        return Updated(seats.ids, self._turnover.settle(seats))
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
-        self._slots.clear()
+        self._columns.keep_slots(())
         self.step = 0
 
     def ids(self) -> Ids:
@@ -168,7 +188,7 @@ class Table:
 
     def slot(self, name: str, ids: Ids) -> Array:
         """What the optimizer keeps under this name of rows that were updated, shape (ids, numbers of a row)."""
-        arena = self._slots[name]
+        arena = self._columns.slots[name]
         return arena.take(self._index.find(ids), np.empty((len(ids), arena.width), self._dtype))
 
     # ── what has changed, and copies ──
@@ -224,7 +244,7 @@ class Table:
     @property
     def slot_widths(self) -> dict[str, int]:
         """What the optimizer keeps of each row: names, and numbers per row."""
-        return {name: arena.width for name, arena in self._slots.items()}
+        return self._columns.slot_widths
 
     def ids_by_place(self) -> Ids:
         """The rows that were updated, in the order in which they lie in memory."""
@@ -235,8 +255,7 @@ class Table:
         `slot_widths`."""
         if isinstance(places, slice):
             places = np.arange(len(self))[places]
-        arenas = (self._weights, *self._slots.values())
-        return [arena.take(places, np.empty((len(places), arena.width), self._dtype)) for arena in arenas]
+        return self._columns.rows_at(places)
 
     def load(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> bool:
         """Adds rows behind the others, with what the optimizer keeps of them. False, and nothing was changed, if one of
@@ -252,14 +271,10 @@ class Table:
         """
         if bool((self._index.find(ids) >= 0).any()):
             return False
-        for name, array in slots.items():
-            if name not in self._slots:
-                self._slots[name] = RowArena(array.shape[1], self._dtype)
-        self._require(len(self) + len(ids), None)
+        self._columns.have_slots({name: array.shape[1] for name, array in slots.items()})
+        self._columns.require(len(self) + len(ids))
         places = self._index.insert(ids)
-        self._weights.put(places, rows)
-        for name, array in slots.items():
-            self._slots[name].put(places, array)
+        self._put(places, rows, slots)
         return True
 
     def store(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> None:
@@ -274,63 +289,45 @@ class Table:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for them.
         """
-        for name, array in slots.items():
-            if name not in self._slots or self._slots[name].width != array.shape[1]:
-                self._slots[name] = RowArena(array.shape[1], self._dtype)
+        self._columns.have_slots({name: array.shape[1] for name, array in slots.items()}, replace=True)
         num_before = len(self)
-        places = self._places(ids)
-        self._weights.put(places, rows)
-        for name, array in slots.items():
-            self._slots[name].put(places, array)
+        places, _ = self._seated(ids)
+        self._put(places, rows, slots)
         if self._keeper is not None:
             self._keeper.stored(places, num_before)
 
-    def _places(self, ids: Ids, rule: LazyRule | None = None) -> Places:
-        """The places of these ids, each of which is there once; new ones get theirs, and their initial rows."""
-        places = self._index.find(ids)
-        absent = np.flatnonzero(places < 0)
-        self._require(len(self) + absent.size, rule)  # memory first: an error leaves all as it was
+    def store_state(self, ids: Ids, slots: Mapping[str, Array]) -> None:
+        """The same with what the optimizer keeps alone: rows that are there stay as they are, and new ones begin as the
+        initializer says."""
+        self._columns.have_slots({name: array.shape[1] for name, array in slots.items()}, replace=True)
+        num_before = len(self)
+        places, fresh = self._seated(ids)
+        if fresh.size and not self._initial.are_zeros:  # which they are already
+            rows = np.empty((fresh.size, self.description.width), self._dtype)
+            self._initial.fill(ids[fresh], rows)
+            self._columns.weights.put(places[fresh], rows)
+        self._put_slots(places, slots)
         if self._keeper is not None:
-            self._keeper.reserve(len(self) + absent.size, len(ids))
-        if absent.size:
-            fresh = ids[absent]
-            rows = np.zeros((0, 0), self._dtype)
-            if not self._initial.are_zeros:  # which they are already
-                rows = np.empty((len(fresh), self.description.width), self._dtype)
-                self._initial.fill(fresh, rows)
-            places[absent] = new = self._index.insert(fresh)
-            if rows.size:
-                self._weights.put(new, rows)
-        return places
+            self._keeper.stored(places[fresh], num_before)
 
-    def _require(self, count: int, rule: LazyRule | None) -> None:
-        self._weights.require(count)
-        for name, width in ({} if rule is None else rule.slot_widths).items():
-            if name not in self._slots:
-                self._slots[name] = RowArena(width, self._dtype)
-        for arena in self._slots.values():
-            arena.require(count)
-
-    @property
-    def _row_nbytes(self) -> int:
-        """Of a row with the optimizer's state."""
-        return sum(arena.width for arena in (self._weights, *self._slots.values())) * self._dtype.itemsize
-
-    def _admitted(self, merged: MergedRows) -> MergedRows:
-        """Those that an update may change."""
-        mask = None if self._keeper is None else self._keeper.admitted(merged.ids)
-        return merged if mask is None else merged.only(mask)
-
-    def _note(self, places: Places) -> None:
+    def _seated(self, ids: Ids) -> Found:
+        """Places for all of these ids, and which of them are new. Memory first: an error leaves all as it was."""
+        places, fresh = self._index.found(ids)
+        count = len(self) + fresh.size
+        self._columns.require(count)
         if self._keeper is not None:
-            self._keeper.note(places)
+            self._keeper.require(count)
+            self._keeper.reserve(count, len(ids))
+        places[fresh] = self._index.insert(ids[fresh])
+        return Found(places, fresh)
 
-    def _remove(self, places: Places) -> None:
-        moves = self._index.remove(places)
-        for arena in (self._weights, *self._slots.values()):
-            arena.close_up(moves)
-        if self._keeper is not None:
-            self._keeper.moved(moves)
+    def _put(self, places: Places, rows: Array, slots: Mapping[str, Array]) -> None:
+        self._columns.weights.put(places, rows)
+        self._put_slots(places, slots)
+
+    def _put_slots(self, places: Places, slots: Mapping[str, Array]) -> None:
+        for name, array in slots.items():
+            self._columns.slots[name].put(places, array)
 
 
 def _first(before: Array | None, merged: MergedRows) -> Array | None:

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvd.testing.mishaps import Mishaps, live_through
 from kvd.testing.network import CALM, LATE_COPIES, NASTY, ROUGH, Faults
 from kvd.testing.process import Coroutine
 from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
 from kvd.testing.simulator import Me, World
-from kvd.testing.workloads.captured import captured_rounds
+from kvd.testing.workloads.captured import captured_rounds, captured_tables
+from kvd.testing.workloads.coded_rounds import CodedRounds
+from kvd.testing.workloads.delays import Delays
 from kvd.testing.workloads.deletions import Generations
 from kvd.testing.workloads.elastic import ElasticLedger
+from kvd.testing.workloads.forms import VALUES, Forms
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.losses import LossLedger
 from kvd.testing.workloads.meetings import Meetings
 from kvd.testing.workloads.readings import uneven_rounds, watched_rounds
 from kvd.testing.workloads.refusals import RefusalLedger
-from kvd.testing.workloads.rounds import Rounds, mixed_rounds
+from kvd.testing.workloads.rounds import Rounds, merged_rounds, mixed_rounds
 from kvd.testing.workloads.shared import SharedLedger
 from kvd.testing.workloads.stepped import SteppedLedger, SteppedTraining
 from kvd.testing.workloads.steps import mostly_together, one_by_one
@@ -52,6 +55,23 @@ LOSING = replace(HARD, within_s=40.0, crashes=4, pauses=9, cuts=6, longest_pause
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
 
 
+class Patience(NamedTuple):
+    """How long programs wait.
+
+    Attributes:
+        timeout_s: of the pushes of a ledger; None: the cluster's.
+        notice_s: when workers begin to look what their calls wait for.
+    """
+
+    timeout_s: float | None = None
+    notice_s: float = 10.0
+
+
+PATIENT = Patience()
+IMPATIENT = Patience(timeout_s=0.4)
+CURIOUS = Patience(notice_s=0.3)
+
+
 class Workload(Protocol):
     """A program for every worker, and what must hold when all have run it."""
 
@@ -67,8 +87,7 @@ class Campaign:
 
     Attributes:
         workload: a name in WORKLOADS.
-        timeout_s: of the pushes of a ledger; None: the cluster's.
-        notice_s: when workers begin to look what their calls wait for.
+        forms: which keys of a ledger are tables, or compressed.
     """
 
     workload: str
@@ -77,14 +96,14 @@ class Campaign:
     mishaps: Mishaps = HARD
     faults: Faults = ROUGH
     rounds_ahead: int = 2
-    timeout_s: float | None = None
-    notice_s: float = 10.0
+    patience: Patience = PATIENT
     servers: int = 2
     replicas: int = 1
     merge: str = "sum"
     on_worker_loss: str = "fail"
     quorum: int = 0
     worker_timeout_s: float = 10.0
+    forms: Forms = VALUES
     shell: ShellSettings = field(default_factory=ShellSettings)
 
     def run(self, seed: int) -> World:
@@ -100,7 +119,7 @@ class Campaign:
             staleness=self.staleness,
             rounds_ahead=self.rounds_ahead,
             timeouts=Timeouts(
-                notice_s=self.notice_s,
+                notice_s=self.patience.notice_s,
                 worker_timeout_s=self.worker_timeout_s,
                 heartbeat_interval_s=min(1.0, self.worker_timeout_s / 5),
                 quorum=self.quorum,
@@ -124,16 +143,22 @@ def undisturbed_weights(workload: str) -> bytes:
 
 
 WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
-    "ledger": lambda campaign, seed: Ledger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
-    "lives": lambda campaign, seed: LifeLedger(WORKERS, STEPS),
-    "lists": lambda campaign, seed: list_ledger(WORKERS, STEPS, seed, campaign.timeout_s),
-    "list lives": lambda campaign, seed: ListLives(WORKERS, STEPS, grouping=mostly_together(seed)),
-    "deletions": lambda campaign, seed: Generations(WORKERS, sync=campaign.mode == "sync"),
+    "ledger": lambda campaign, seed: Ledger(
+        WORKERS, STEPS, timeout_s=campaign.patience.timeout_s, forms=campaign.forms
+    ),
+    "lives": lambda campaign, seed: LifeLedger(WORKERS, STEPS, forms=campaign.forms),
+    "lists": lambda campaign, seed: list_ledger(WORKERS, STEPS, seed, campaign.patience.timeout_s),
+    "list lives": lambda campaign, seed: ListLives(
+        WORKERS, STEPS, grouping=mostly_together(seed), forms=campaign.forms
+    ),
+    "deletions": lambda campaign, seed: Generations(WORKERS, sync=campaign.mode == "sync", forms=campaign.forms),
     "meetings": lambda campaign, seed: Meetings(WORKERS, STEPS),
-    "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.timeout_s),
+    "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.patience.timeout_s),
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
+    "merges": lambda campaign, seed: merged_rounds(WORKERS, STEPS, seed),
     "casts": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0, casts=True),
+    "coded": lambda campaign, seed: CodedRounds(WORKERS, STEPS, campaign.merge, pushpull=seed % 2 == 0),
     "tables": lambda campaign, seed: table_rounds(
         WORKERS,
         STEPS,
@@ -143,21 +168,30 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
         updates_fail=campaign.shell.failing_updates > 0,
         has_copies=campaign.replicas > 1,
     ),
+    "delays": lambda campaign, seed: Delays(
+        WORKERS, STEPS, seed, is_exact=campaign.mishaps == Mishaps() and campaign.faults == CALM
+    ),
     "tangles": lambda campaign, seed: tangled(WORKERS, STEPS, seed, max(campaign.staleness, 0)),
     "training": lambda campaign, seed: Training(STEPS, expected=undisturbed_weights("training")),
     "watched": lambda campaign, seed: watched_rounds(WORKERS, STEPS, seed),
     "captured": lambda campaign, seed: captured_rounds(WORKERS, 2 * STEPS, seed),
+    "captured tables": lambda campaign, seed: captured_tables(WORKERS, 2 * STEPS, seed, parts=campaign.servers),
     "watched, uneven": lambda campaign, seed: uneven_rounds(WORKERS, STEPS, seed),
     "stepped": lambda campaign, seed: SteppedTraining(STEPS, expected=undisturbed_weights("training")),
-    "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS),
-    "losses": lambda campaign, seed: LossLedger(WORKERS, LONG),
+    "stepped ledger": lambda campaign, seed: SteppedLedger(WORKERS, STEPS, forms=campaign.forms),
+    "losses": lambda campaign, seed: LossLedger(WORKERS, LONG, forms=campaign.forms),
     "uneven": lambda campaign, seed: UnevenLedger(
-        WORKERS, EPOCHS * max(PER_EPOCH), epochs=EPOCHS, seed=seed, sync=campaign.mode == "sync"
+        WORKERS,
+        EPOCHS * max(PER_EPOCH),
+        epochs=EPOCHS,
+        seed=seed,
+        sync=campaign.mode == "sync",
+        forms=campaign.forms,
     ),
-    "uneven losses": lambda campaign, seed: uneven_losses(WORKERS, 2 * EPOCHS, seed),
-    "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum),
-    "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS),
-    "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS),
+    "uneven losses": lambda campaign, seed: uneven_losses(WORKERS, 2 * EPOCHS, seed, campaign.forms),
+    "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum, forms=campaign.forms),
+    "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS, forms=campaign.forms),
+    "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS, forms=campaign.forms),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
     ),
@@ -168,7 +202,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "ledger": Campaign("ledger"),
     "ledger, nasty": Campaign("ledger", mishaps=LASTING, faults=NASTY),
     "ledger, long pauses": Campaign("ledger", mishaps=LONG_PAUSES),
-    "ledger, timeouts": Campaign("ledger", mishaps=LASTING, faults=NASTY, timeout_s=0.4),
+    "ledger, timeouts": Campaign("ledger", mishaps=LASTING, faults=NASTY, patience=IMPATIENT),
     "ledger, far ahead": Campaign("ledger", rounds_ahead=5, shell=ShellSettings(job_s=(0.0, 0.3))),
     "ledger, async": Campaign("ledger", mode="async"),
     "ledger, stale by 1": Campaign("ledger", mode="async", staleness=1),
@@ -229,7 +263,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         "refusals",
         mishaps=LASTING,
         faults=NASTY,
-        timeout_s=0.4,
+        patience=IMPATIENT,
         shell=ShellSettings(job_s=(0.0, 0.5), failing_updates=0.2),
     ),
     "refusals, stale by 1": Campaign(
@@ -262,12 +296,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         "tables", mode="async", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.5))
     ),
     "tangles": Campaign("tangles", mishaps=Mishaps()),
-    "tangles, bumpy": Campaign("tangles", mishaps=BUMPY, notice_s=0.3),
+    "tangles, bumpy": Campaign("tangles", mishaps=BUMPY, patience=CURIOUS),
     "tangles, nasty": Campaign(
-        "tangles", mishaps=BUMPY, faults=NASTY, notice_s=0.3, shell=ShellSettings(job_s=(0.0, 0.5))
+        "tangles", mishaps=BUMPY, faults=NASTY, patience=CURIOUS, shell=ShellSettings(job_s=(0.0, 0.5))
     ),
-    "tangles, stale by 0": Campaign("tangles", mode="async", staleness=0, mishaps=BUMPY, notice_s=0.3),
-    "tangles, stale by 1": Campaign("tangles", mode="async", staleness=1, mishaps=BUMPY, faults=NASTY, notice_s=0.3),
+    "tangles, stale by 0": Campaign("tangles", mode="async", staleness=0, mishaps=BUMPY, patience=CURIOUS),
+    "tangles, stale by 1": Campaign(
+        "tangles", mode="async", staleness=1, mishaps=BUMPY, faults=NASTY, patience=CURIOUS
+    ),
     "watched": Campaign("watched"),
     "watched, nasty": Campaign("watched", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "captured, nasty": Campaign("captured", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
@@ -332,5 +368,5 @@ FAILOVERS: dict[str, Campaign] = {
         replicas=2,
         shell=ShellSettings(job_s=(0.0, 0.2), failing_updates=0.2),
     ),
-    "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), notice_s=0.3, replicas=2),
+    "tangles, servers die": Campaign("tangles", mishaps=replace(BUMPY, server_crashes=2), patience=CURIOUS, replicas=2),
 }

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PathName = Literal["shm", "ipc", "tcp"]
 PATHS: tuple[PathName, ...] = get_args(PathName)
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 DAEMON = """
 import sys

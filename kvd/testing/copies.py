@@ -18,7 +18,7 @@ from kvd.core.server.router import ServerRouter
 from kvd.node.jobs import JobRunner, view
 from kvd.protocol.messages import View
 from kvd.testing.process import Process
-from kvd.testing.simulator import World
+from kvd.testing.simulator import World, slices_of
 
 SETTLING_S = 60.0
 
@@ -61,6 +61,18 @@ def pairs(world: World) -> list[Pair]:
     return [
         Pair(partition, copy_at(entry.leader, partition), copy_at(entry.backup, partition))
         for partition, entry in enumerate(saved.partitions)
+    ]
+
+
+def led(world: World) -> list[tuple[Process, Slice]]:
+    """The slices, and the process of the server that leads each by the newest view."""
+    servers = world.servers()
+    newest = max((server.session.view for server in servers), key=lambda view: view.epoch)
+    return [
+        (world.processes[f"server {rank}"], slice_)
+        for rank, server in enumerate(servers)
+        for slice_ in slices_of(server)
+        if newest.leader_of(newest.partition_of(slice_.key, slice_.index)) == rank
     ]
 
 

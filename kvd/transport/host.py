@@ -20,6 +20,7 @@ from kvd.protocol.messages import PathKind
 from kvd.transport.accepted_links import AcceptedLinks
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
 from kvd.transport.curve import Curve
+from kvd.transport.holding import Holding
 from kvd.transport.link import Link, Sink
 from kvd.transport.link_listener import LinkListener, TcpLinks
 from kvd.transport.link_proof import Medium, Proven
@@ -47,6 +48,7 @@ class HostTransport:
         io_threads: of ZeroMQ.
         curve: the keys of this node, for ZeroMQ; None: it uses none.
         memory_limit_bytes: what this process may have; who takes too much of it is cut off. 0: no limit.
+        copies_parts: see `Arena`.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class HostTransport:
         io_threads: int = 1,
         curve: Curve | None = None,
         memory_limit_bytes: int = 0,
+        copies_parts: bool = False,
     ) -> None:
-        self.arena = Arena(arena_limit_bytes if shared_memory else 0)
+        self.arena = Arena(arena_limit_bytes if shared_memory else 0, copies_parts=copies_parts)
         self._zmq = ZmqTransport(io_threads, curve, memory_limit_bytes)
         self._sink = Sink()
         self._budget = MapBudget()
@@ -156,8 +159,8 @@ class HostTransport:
         with self._lock:
             self._links = {}
         self._reader.flush(until)
+        self.arena.close()  # first: what others use is not used again when the links have ended
         self._reader.close("closed")
-        self.arena.close()
         self._zmq.close(max(0.0, until - time.monotonic()))
 
     def end_links_of_others(self, holds: Callable[[Principal], bool]) -> None:
@@ -168,6 +171,11 @@ class HostTransport:
                 self._notice(link)
 
     # ── sending ──
+
+    @property
+    def holding(self) -> Holding:
+        """What lets messages without a payload wait a moment for the next one to the same peer."""
+        return self._sink.holding
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         if self._waiting:

@@ -13,6 +13,7 @@ from kvd.transport.segments import Arena, Bytes, Segment
 
 MAX_LEASES = 1 << 16  # beyond, payloads go inline
 SMALL_PIECE_BYTES = 16 << 10  # up to this, joining the pieces first is cheaper than one copy for each
+MOST_PINNED = 2  # times the bytes of a payload: more of a buffer is not kept for it, see `Arena`
 
 
 class SharedPayload(NamedTuple):
@@ -44,7 +45,7 @@ class Leases:
         if len(self._buffers) >= MAX_LEASES:
             return None
         found = _find(self._arena, payload)
-        if found is not None:
+        if found is not None and not (self._arena.copies_parts and _pinned_nbytes(payload) > MOST_PINNED * nbytes):
             return SharedPayload(*found, [span.buffer for span in payload])
         block = self._arena.allocate(nbytes)
         if block is None:
@@ -104,6 +105,13 @@ def _find(arena: Arena, payload: Sequence[Span]) -> tuple[int, int] | None:
             return None
         nbytes = _aligned(nbytes) + span.nbytes
     return start
+
+
+def _pinned_nbytes(payload: Sequence[Span]) -> int:
+    """The size of the buffers that the payload lies in."""
+    if len(payload) == 1:
+        return int(payload[0].buffer.nbytes)
+    return sum({id(span.buffer): int(span.buffer.nbytes) for span in payload}.values())
 
 
 def _locate(arena: Arena, span: Span) -> tuple[int, int] | None:

@@ -35,6 +35,7 @@ from kvd.transport.frames import (
     pack_numbers,
     prefix_of,
 )
+from kvd.transport.holding import Holding
 from kvd.transport.incoming import Frame, Incoming
 from kvd.transport.leases import SMALL_PIECE_BYTES, Leases, SharedPayload, payload_nbytes
 from kvd.transport.offered import MapBudget, close_refused
@@ -48,7 +49,14 @@ GONE = "the other side is gone"
 
 
 class Sink:
-    """Where the messages of all links go. The transport sets it when it starts."""
+    """Where the messages of all links go. The transport sets it when it starts.
+
+    Attributes:
+        holding: whether messages without a payload wait a moment before they are written.
+    """
+
+    def __init__(self) -> None:
+        self.holding = Holding()
 
     on_message: OnMessage = staticmethod(lambda peer, header, payload, principal: None)
     on_garbage: OnGarbage = staticmethod(lambda peer, text: None)
@@ -174,8 +182,12 @@ class Link:
     def send(self, header: bytes, payload: Sequence[Span]) -> bool:
         """Sends without waiting. False: the link is not up, or its queue is full."""
         if not payload:
+            holding = self._sink.holding
             with self._lock:
-                return self._push_frame(MESSAGE, header)
+                sent = self._push_frame(MESSAGE, header, waits=holding.is_on)
+            if sent and holding.is_on:
+                holding.held(self)
+            return sent
         nbytes = payload_nbytes(payload)
         if nbytes > INLINE_BELOW_BYTES:
             return self._send_large(header, payload, nbytes)
@@ -218,6 +230,7 @@ class Link:
     def release_gone(self) -> None:
         """Releases all payloads that are gone, in RELEASE frames."""
         with self._lock:
+            self._remote.look_at_children()
             while self._remote.has_gone() and self._push_frame(RELEASE):
                 pass
 
@@ -225,6 +238,12 @@ class Link:
         """Queued frames are sent from copies from now on."""
         with self._lock:
             self._out.copy_queued()
+
+    def write_held(self) -> None:
+        """Writes the frames that were held back, if the next one has not taken them along."""
+        with self._lock:
+            if self._out.has_held:
+                self._push(b"")
 
     def flush(self) -> None:
         """Sends as much of the queue as the socket takes."""
@@ -248,6 +267,7 @@ class Link:
         segment: int = 0,
         offset: int = 0,
         descriptor: int | None = None,
+        waits: bool = False,
     ) -> bool:
         if not self.is_up or self._out.is_full:
             return False
@@ -258,6 +278,9 @@ class Link:
             prefix = prefix_of(kind, len(gone), len(header), nbytes, segment, offset) + pack_numbers(gone)
         else:
             prefix = prefix_of(kind, 0, len(header), nbytes, segment, offset)
+        if waits:
+            self._out.hold(prefix + header)
+            return True
         return self._push(b"".join((prefix, header, *pieces)), descriptor, nbytes > 0 and not pieces)
 
     def _push(self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False) -> bool:

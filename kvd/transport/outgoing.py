@@ -66,6 +66,7 @@ class Outgoing:
         self._epoll = epoll
         self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
+        self._held: list[bytes] = []  # goes with the next bytes that are pushed
         self._waits = False  # for room in the socket
         epoll.register(connection, select.EPOLLIN)
 
@@ -77,9 +78,21 @@ class Outgoing:
     def is_empty(self) -> bool:
         return not self._waits
 
+    @property
+    def has_held(self) -> bool:
+        """Whether some bytes are held back."""
+        return bool(self._held)
+
+    def hold(self, data: bytes) -> None:
+        """Sends these bytes with the next ones that are pushed, ahead of them."""
+        self._held.append(data)
+
     def push(self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False) -> None:
         """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent.
         `more`: others are pushed at once."""
+        if self._held:
+            data = b"".join((*self._held, data))
+            self._held.clear()
         if not self._waits:
             sent = self._writer.write(data, descriptor, more)
             if sent == len(data) and not self._writer.has_unsent:
@@ -117,6 +130,7 @@ class Outgoing:
         self._queue = deque((bytes(data), descriptor) for data, descriptor in self._queue)
 
     def clear(self) -> None:
+        self._held.clear()
         self._queue.clear()
         self._queued_bytes = 0
         if self._waits:

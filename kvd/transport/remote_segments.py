@@ -3,6 +3,9 @@
 A payload refers to the map that it lies in, the map to a `Hold`. The link refers to the `Hold`, too. When the last of
 them is gone, this process shuts the stream down, and the other end may use its memory again. This works even if the
 link ended long before.
+
+A program may keep a payload for long (`PayloadReference.lend`). A child that it forks has it as well: what was lent is
+released only when the child has ended, too.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import threading
 import weakref
 from collections import deque
 from contextlib import suppress
+from io import FileIO
 
 import numpy as np
 
@@ -36,15 +41,52 @@ class LinkSocket:
         self.socket.close()
 
 
-class Hold:
-    """Keeps the other end from using its memory again."""
+class Children:
+    """Processes that were forked at one moment, and what they forked: they keep the other end of a pipe open.
 
-    def __init__(self, link_socket: LinkSocket) -> None:
-        self._link_socket = link_socket
+    Args:
+        reading: this end of the pipe. None: there is none, and nothing tells when they end.
+    """
+
+    def __init__(self, reading: int | None) -> None:
+        self._pipe: FileIO | None = None
+        if reading is not None:
+            os.set_blocking(reading, False)
+            self._pipe = FileIO(reading)
+
+    def have_ended(self) -> bool:
+        if self._pipe is None:
+            return False
+        try:
+            if self._pipe.read(1) is None:
+                return False
+        except ValueError:  # it was closed, when it was seen that they have ended
+            return True
+        self._pipe.close()
+        return True
 
     def __del__(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+
+
+class Hold:
+    """Keeps the other end from using its memory again.
+
+    Attributes:
+        children: those that have payloads, too. While one of them lives, the stream is not shut down: it ends when all
+            have closed it.
+    """
+
+    def __init__(self, link_socket: LinkSocket) -> None:
+        self.link_socket = link_socket
+        self.children: list[Children] = []
+
+    def __del__(self) -> None:
+        if not all(each.have_ended() for each in self.children):
+            return
         with suppress(OSError):  # it is closed or broken
-            self._link_socket.socket.shutdown(socket.SHUT_WR)
+            self.link_socket.socket.shutdown(socket.SHUT_WR)
 
 
 class ReadOnlyMap(mmap.mmap):
@@ -58,12 +100,33 @@ class ReadOnlyMap(mmap.mmap):
             self.budget.give_back(len(self))
 
 
-class _PayloadRef(weakref.ref[Bytes]):
+class PayloadReference(weakref.ref[Bytes]):
     """Notices when a payload is gone: its callback then appends it to a deque."""
 
-    __slots__ = ("nbytes", "number")
+    __slots__ = ("children", "is_lent", "nbytes", "number")
     number: int
     nbytes: int
+    is_lent: bool
+    children: list[Children]
+
+    def is_over(self) -> bool:
+        """Whether neither this process nor a child of it uses the payload any more."""
+        return self() is None and (not self.children or all(each.have_ended() for each in self.children))
+
+    def lend(self) -> None:
+        """The program keeps the payload, or views of it, for as long as it wants."""
+        with _lending:
+            self.is_lent = True
+
+
+def reference_to(payload: memoryview) -> PayloadReference | None:
+    """The reference to a payload, as it was delivered or a part of it. None: it lies in memory of this process."""
+    owner = payload.obj
+    if isinstance(owner, np.ndarray):
+        for reference in weakref.getweakrefs(owner):
+            if type(reference) is PayloadReference:
+                return reference
+    return None
 
 
 class RemoteSegments:
@@ -77,11 +140,13 @@ class RemoteSegments:
         self._hold: Hold | None = Hold(link_socket)
         self._budget = budget
         self._maps: dict[int, ReadOnlyMap] = {}
-        self._in_use: dict[int, _PayloadRef] = {}  # by the number of the frame
-        self._gone: deque[_PayloadRef] = deque()
+        self._in_use: dict[int, PayloadReference] = {}  # by the number of the frame
+        self._gone: deque[PayloadReference] = deque()
+        self._kept_by_children: list[PayloadReference] = []
         self._to_release: list[int] = []
         self._to_release_bytes = 0
         self._received = 0
+        _all_segments.add(self)
 
     @property
     def has_unreleased(self) -> bool:
@@ -112,8 +177,9 @@ class RemoteSegments:
         if not nbytes or offset + nbytes > len(mapped):
             raise InvalidFrameError(f"segment {segment} does not contain {nbytes} bytes at {offset}")
         array: Bytes = np.frombuffer(mapped, np.uint8, nbytes, offset)
-        reference = _PayloadRef(array, self._gone.append)
+        reference = PayloadReference(array, self._gone.append)
         reference.number, reference.nbytes = self._received, nbytes
+        reference.is_lent, reference.children = False, []
         self._in_use[self._received] = reference
         self._received += 1
         return array.data
@@ -140,21 +206,91 @@ class RemoteSegments:
         self._maps = {}
         self._hold = None
 
+    def look_at_children(self) -> None:
+        """What only children kept, and have dropped, is to be released."""
+        kept, self._kept_by_children = self._kept_by_children, []
+        self._gone.extend(kept)
+        self._collect()
+
+    def lent(self) -> list[tuple[PayloadReference, Bytes]]:
+        """The payloads that the program keeps."""
+        lent = [(each, each()) for each in list(self._in_use.values()) if each.is_lent]
+        return [(reference, payload) for reference, payload in lent if payload is not None]
+
     def _collect(self) -> None:
         while self._gone:
             payload = self._gone.popleft()
+            if not payload.is_over():
+                self._kept_by_children.append(payload)
+                continue
             del self._in_use[payload.number]
             self._to_release.append(payload.number)
             self._to_release_bytes += payload.nbytes
 
 
+# ── forks ──
+
+
+class _Fork:
+    """What a fork that is under way has to know. The payloads stay alive meanwhile."""
+
+    def __init__(self) -> None:
+        self.payloads = [entry for segments in list(_all_segments) for entry in segments.lent()]
+        self.reading: int | None = None
+        self.writing: int | None = None
+        if self.payloads:
+            with suppress(OSError):  # no descriptor is left: the payloads are kept for good
+                self.reading, self.writing = os.pipe2(os.O_CLOEXEC)
+
+    @staticmethod
+    def close(descriptor: int | None) -> None:
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def holds(self) -> set[Hold]:
+        maps: list[ReadOnlyMap] = [payload.base.obj for _, payload in self.payloads]  # type: ignore[union-attr]
+        return {each.hold for each in maps if each.hold is not None}
+
+
 _open_sockets: weakref.WeakSet[LinkSocket] = weakref.WeakSet()
+_all_segments: weakref.WeakSet[RemoteSegments] = weakref.WeakSet()
+_lending = threading.Lock()
+_forks: list[_Fork] = []  # at most one, while `_lending` is held
 
 
-def _close_in_child() -> None:
-    """A forked child would keep its parent's connections open, and so hide the parent's death."""
-    for link_socket in list(_open_sockets):
-        link_socket.socket.close()
+def _before_fork() -> None:
+    _lending.acquire()
+    _forks.append(_Fork())
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+def _after_fork_in_parent() -> None:
+    try:
+        fork = _forks.pop()
+        if fork.payloads:
+            fork.close(fork.writing)
+            children = Children(fork.reading)
+            for reference, _ in fork.payloads:
+                reference.children = [each for each in reference.children if not each.have_ended()] + [children]
+            for hold in fork.holds():
+                hold.children = [each for each in hold.children if not each.have_ended()] + [children]
+    finally:
+        _lending.release()
+
+
+def _after_fork_in_child() -> None:
+    """A child would keep its parent's connections open, and so hide the parent's death. It does so only for payloads
+    that the program keeps: with copies of the descriptors, which are closed when the child ends."""
+    try:
+        fork = _forks.pop()
+        if fork.payloads:
+            fork.close(fork.reading)
+            for hold in fork.holds():
+                with suppress(OSError):  # it was closed
+                    os.dup(hold.link_socket.socket.fileno())
+        for link_socket in list(_open_sockets):
+            link_socket.socket.close()
+    finally:
+        _lending.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -67,10 +67,16 @@ class _Block(weakref.ref[Bytes]):
 
 
 class Arena:
-    """The segments of one process, at most `limit_bytes` in total. Any thread may call its methods."""
+    """The segments of one process, at most `limit_bytes` in total. Any thread may call its methods.
 
-    def __init__(self, limit_bytes: int) -> None:
+    Args:
+        copies_parts: what is sent of a much larger buffer is copied first. Otherwise a program that keeps the value of
+            one key would keep those of all keys that lie beside it, of every version.
+    """
+
+    def __init__(self, limit_bytes: int, *, copies_parts: bool = False) -> None:
         self.limit_bytes = limit_bytes
+        self.copies_parts = copies_parts
         self.problem = ""  # why the last attempt to get memory failed
         self._total_bytes = 0
         self._segments: list[Segment] = []

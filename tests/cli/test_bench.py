@@ -263,7 +263,7 @@ def test_a_worker_pushes_and_pulls_the_arrays_that_the_store_gives_it(tmp_path: 
             return [bound[name][0] for name in key], [bound[name][1] for name in key]
 
         def pushpull(
-            self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+            self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, **options: Any
         ) -> Any:
             for name, gradient, weight in zip(key, value, out, strict=True):
                 assert gradient is bound[name][0]
@@ -274,6 +274,25 @@ def test_a_worker_pushes_and_pulls_the_arrays_that_the_store_gives_it(tmp_path: 
         Bench(kv, dataclasses.replace(task(tmp_path, "1KiB", "1KiBx3"), bound=True)).run()
     assert list(bound) == ["1KiB/0", "1KiBx3/0", "1KiBx3/1", "1KiBx3/2"]
     assert len((tmp_path / ROWS_FILE).read_text().splitlines()) == 4
+
+
+def test_without_copies_every_step_gets_new_arrays(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class ViewingStore(kvd.KVStore):
+        """Notes what a list call gives."""
+
+        def pushpull(
+            self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, **options: Any
+        ) -> Any:
+            assert out is None
+            given.append(super().pushpull(key, value, samples=samples, **options))
+            return given[-1]
+
+    with ViewingStore(open_backend("local", {})) as kv:
+        Bench(kv, dataclasses.replace(task(tmp_path, "1KiBx3", IN_FLIGHT_NAME), copy_free=True)).run()
+    assert len(given) > 2
+    assert not any(array.flags.writeable for arrays in given for array in arrays)
 
 
 @pytest.mark.parametrize(("transport", "shared"), [("auto", None), ("tcp", "off"), ("ipc", "off")])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.compute.delays import compensated
+from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.tensors import DTYPES
 from kvd.errors import ConfigError
 from kvd.optimizer import DCASGD, SGD
@@ -32,6 +33,28 @@ def test_it_follows_the_formula_in_float64(dtype: str) -> None:
     found = compensated(RULE, current, pulled, [gradient])
     assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fifty_steps_of_workers_that_are_late_follow_the_formula_in_float64() -> None:
+    """Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation": workers take turns, and each
+    has the weights that were there when it pulled, 1 to 4 updates ago."""
+    random = np.random.default_rng(8)
+    rule = DCASGD(0.1, momentum=0.5, compensation=0.5, rescale_grad=0.25, wd=0.01, clip_gradient=0.4)
+    current = random.normal(size=200).astype(np.float32)
+    state, weights, velocity = SliceState(), [current.astype(np.float64)], np.zeros(200)
+    served = [current]
+    for step in range(50):
+        gradient, late = random.normal(size=200).astype(np.float32), min(step, 1 + step % 4)
+        given = compensated(rule, current, served[-1 - late], [gradient])
+        made = np.empty_like(current)
+        apply_update(rule, state, current, [given], made, is_merged=True)
+        current = made
+        served.append(current)
+        wide = gradient.astype(np.float64)
+        wide = wide + 0.5 * 0.25 * wide**2 * (weights[-1] - weights[-1 - late])
+        velocity = 0.5 * velocity + np.clip(0.25 * wide, -0.4, 0.4) + 0.01 * weights[-1]
+        weights.append(weights[-1] - 0.1 * velocity)
+    np.testing.assert_allclose(current, weights[-1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(7, 8.0), (0, 0.0)])

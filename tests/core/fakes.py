@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from kvd.core.machine import SCHEDULER, Copy, Effect, PeerKind, Received, Send, Span
@@ -99,8 +100,9 @@ def one(values: Sequence[T]) -> T:
     return values[0]
 
 
+@cache
 def uint8(count: int) -> KeySpec:
-    """A key of `count` bytes: one slice if they are at most SLICE."""
+    """A key of `count` bytes: one slice if they are at most SLICE. The same object each time, as programs have it."""
     return KeySpec("uint8", (count,), SLICE)
 
 

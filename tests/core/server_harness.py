@@ -13,6 +13,8 @@ from kvd.core.machine import (
     Effect,
     Export,
     JobDone,
+    KeepRows,
+    KeptRows,
     ListRows,
     Load,
     ReadRows,
@@ -23,6 +25,7 @@ from kvd.core.machine import (
     TableVersion,
     Tick,
 )
+from kvd.core.server.captured import rows_nbytes
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
@@ -63,7 +66,7 @@ from tests.core.fakes import (
     worker_id,
 )
 
-JOBS = (Create, Apply, ReadRows, ListRows, Export, Checksums, Load, Run)
+JOBS = (Create, Apply, ReadRows, ListRows, KeepRows, Export, Checksums, Load, Run)
 
 
 class Harness:
@@ -140,6 +143,8 @@ class Harness:
         if isinstance(job, Apply):
             values = [read(given.span) for given in job.contributions if given.span is not None]
             return values[0] if job.assign else bytes(sum(column) % 256 for column in zip(*values, strict=True))
+        if isinstance(job, KeepRows):
+            return KeptRows(b"rows", rows_nbytes(self.machine.table.slices[job.key, job.slice_index]))
         if isinstance(job, Export):
             return 7, (("momentum", "float32"),), (Span(b"momentum", 0, 8),)
         return b"answer" if isinstance(job, Run) else None

@@ -10,6 +10,7 @@ import pytest
 from kvd.compression import Compressor, Int8, OneBit, PowerSGD, TwoBit, to_wire
 from kvd.core import requests
 from kvd.core.machine import Copy, Received
+from kvd.core.server.memory_use import ENCODED_COPIES
 from kvd.errors import ProtocolError
 from kvd.optimizer import SGD
 from kvd.optimizer import to_wire as optimizer_to_wire
@@ -18,11 +19,13 @@ from kvd.protocol.messages import (
     NO_RANK,
     Coding,
     Epoch,
+    ErrorCode,
     MemberState,
     MergedForm,
     Part,
     Pull,
     Push,
+    Refused,
     SetOptimizer,
     Uncounted,
     Values,
@@ -240,3 +243,23 @@ def test_what_a_push_says_of_its_bytes() -> None:
     harness.call(requests.Transfer((item,), push=True, pull=True, some_encoded=True))
     (push,) = harness.waiting(Push)
     assert push.coding == coding()
+
+
+def test_what_is_encoded_takes_memory_and_without_it_the_push_is_refused() -> None:
+    """Two versions in their other form, and what is left over: twice the bytes of all keys more."""
+    for has_room in (True, False):
+        use = ready().nodes[A].machine._pushes._memory
+        most = 16 * (use._copies_with(None) + ENCODED_COPIES)
+        run = ready(memory=(most if has_room else most - 1, 1 << 20, 1 << 20))
+        run.push(0, 1, FIRST[0], coding=coding())
+        told = run.answers[-1][1]
+        if has_room:
+            assert not isinstance(told, Refused)
+            continue
+        assert isinstance(told, Refused)
+        assert (told.error, told.key) == (ErrorCode.NOT_ALLOWED, "w")
+        assert "has no memory to encode what is merged of key 'w' and others: it would take it to 0 MiB" in told.text
+        assert "or compress with pull='plain'" in told.text
+        for rank in (0, 1):
+            run.push(rank, 1, FIRST[rank], coding=coding(merged=PLAIN))
+        assert np.frombuffer(pulled(run, 1, "")[1], np.float32).tolist() == (FIRST[0] + FIRST[1]).tolist()

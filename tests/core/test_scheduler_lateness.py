@@ -229,3 +229,43 @@ def test_the_quorum_survives_the_scheduler() -> None:
     take(again, 2, Taking.ARRIVED)
     late(again, 1)
     assert states(again) == "active back active"
+
+
+def all_are_back() -> Harness:
+    """Three workers that were lost one after the other, and are heard again."""
+    harness = ready(3, 0, break_on_loss=False, shrink_on_loss=True)
+    pass_without(harness, 1, 2)
+    for rank in (1, 2):
+        harness.beat(rank)
+    pass_without(harness, 0)
+    harness.beat(0)
+    assert states(harness) == "back back back"
+    return harness
+
+
+def test_where_nobody_takes_part_one_worker_comes_in_and_the_others_follow() -> None:
+    """Two that come in at once would each choose a step, as neither finds the other in any."""
+    harness = all_are_back()
+    assert isinstance(answer(take(harness, 1, Taking.IN), Done), Done)
+    for rank in (0, 2):
+        refused = answer(take(harness, rank, Taking.IN), Refused)
+        assert refused.error == ErrorCode.NOT_ALLOWED
+        assert "worker 1 comes in first, as nobody takes part" in refused.text
+    assert isinstance(answer(take(harness, 1, Taking.IN), Done), Done)  # it asks again, as the answer was lost
+    assert states(harness) == "back returning back"
+    take(harness, 1, Taking.ARRIVED)
+    for rank in (0, 2):
+        assert isinstance(answer(take(harness, rank, Taking.IN), Done), Done)
+    assert states(harness) == "returning active returning"
+
+
+@pytest.mark.parametrize("how", [Taking.OUT, None])
+def test_nobody_waits_for_one_that_does_not_come_in_after_all(how: Taking | None) -> None:
+    harness = all_are_back()
+    take(harness, 1, Taking.IN)
+    if how is None:
+        pass_without(harness, 1)
+    else:
+        take(harness, 1, how)
+    assert isinstance(answer(take(harness, 2, Taking.IN), Done), Done)
+    assert states(harness) in ("back back returning", "back lost returning")

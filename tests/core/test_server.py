@@ -217,6 +217,13 @@ def test_an_init_beyond_the_memory_bound_is_refused() -> None:
     assert said(harness.say(0, init_of(4, "b", uint8(40), 0), bytes(40))) == [Done(4)]  # asked again: it is there
 
 
+def test_two_versions_that_a_worker_may_keep_count_where_it_stages_less() -> None:
+    harness = Harness(cluster(2, rounds_ahead=1), memory=(3 + 2 * 2) * 100)
+    refused = refusal(harness.say(0, init_of(3, "a", uint8(101), 0), bytes(101)))
+    assert refused.error is ErrorCode.NOT_ALLOWED
+    assert said(harness.say(0, init_of(4, "a", uint8(100), 0), bytes(100))) == [Done(4)]
+
+
 def test_keys_that_are_being_created_count_towards_the_bound() -> None:
     harness = Harness(memory=7 * 100)
     harness.hold = True

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import ForgetState, ReadRows, ResetState, TableVersion
+from kvd.core.server.memory_use import rows_need
 from kvd.errors import NotAllowed
 from kvd.optimizer import LAMB, SGD, Adagrad, to_wire
 from kvd.protocol.messages import (
@@ -72,7 +73,7 @@ def test_a_part_that_refuses_its_rows_holds_up_its_own_round_only() -> None:
 
 
 def test_without_memory_in_one_part_no_round_is_closed_without_it() -> None:
-    harness = with_table(table(2), memory=200)
+    harness = with_table(table(2), memory=rows_need(table(2), 4 * (8 + ROW), None))
     harness.hold = True
     assert kinds(push_rows(harness, 0, 1, [1, 2, 3], index=0)) == ["Staged"]
     told = refusal(push_rows(harness, 0, 1, [4, 5], index=1))

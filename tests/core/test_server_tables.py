@@ -162,7 +162,18 @@ def test_more_rows_than_a_message_carries_are_refused_before_they_are_read(monke
     assert "in pieces" in told.text
 
 
-def test_what_asks_for_rows_has_to_be_a_worker() -> None:
+def test_a_reader_gets_what_is_there_and_waits_for_nothing() -> None:
+    harness = with_table()
+    for rank in (0, 1):
+        push_rows(harness, rank, 1, [3])
+    for clock, version in ((ANY_CLOCK, 1), (1, 1), (0, 0)):
+        effects = harness.say(5, PullRows(harness.request(), Part("t", 0, clock)), packed_ids([3]))
+        assert values(effects)[0] == (version,)
+    late = harness.say(5, PullRows(harness.request(), Part("t", 0, 2)), packed_ids([3]))
+    assert [type(message) for message in said(late)] == [NotYet]  # a worker would attach, and wait
+
+
+def test_what_waits_for_rows_has_to_be_a_worker() -> None:
     harness = Harness(attach=False)
     assert [type(message) for message in said(harness.say(0, PullRows(9, Part("t", 0, 0)), packed_ids([1])))] == [
         NotYet

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import TableVersion
-from kvd.core.server.memory_use import ROW_COPIES
+from kvd.core.server.memory_use import rows_need
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import Delete, ErrorCode, KeyId
 from tests.core.fake_tables import ROW, table
@@ -18,12 +18,13 @@ from tests.core.tables_harness import pull_rows, push_rows, with_table
 
 TEN = range(10)
 OF_TEN = 10 * (8 + ROW)  # bytes of a push of ten rows
+NEED = rows_need(table(), OF_TEN, None)
 OTHER_RUN = 999
 
 
 def tight(pushes: int, **more: Any) -> Harness:
     """A server with memory for so many pushes of ten rows."""
-    return with_table(memory=pushes * OF_TEN * ROW_COPIES, **more)
+    return with_table(memory=pushes * NEED, **more)
 
 
 def granted(harness: Harness) -> int:
@@ -112,7 +113,7 @@ def refused_of_other(effects: Any) -> bool:
 def test_a_push_that_is_applied_gives_its_memory_back_to_other_runs() -> None:
     harness = tight(3)
     push_rows(harness, 0, 1, TEN)
-    assert granted(harness) == OF_TEN * ROW_COPIES
+    assert granted(harness) == NEED
     push_rows(harness, 1, 1, [])
     version = harness.machine.table.slices["t", 0].log.current
     assert isinstance(version, TableVersion)
@@ -124,7 +125,7 @@ def test_a_push_that_comes_again_is_counted_once() -> None:
     push_rows(harness, 0, 1, TEN, request=70)
     assert kinds(push_rows(harness, 0, 1, TEN, request=70)) == ["Staged"]
     harness.look(member("worker", 0, "active"))  # nothing has changed
-    assert granted(harness) == OF_TEN * ROW_COPIES
+    assert granted(harness) == NEED
 
 
 def test_other_keys_are_refused_what_rows_that_wait_need() -> None:

@@ -26,7 +26,7 @@ from kvd.protocol.messages import (
 from kvd.tables.stored_rows import StoredRows, page_of
 from kvd.tables.wire import table_of_spec
 from tests.core.replica_harness import A, B, Cluster
-from tests.core.test_copies_of_tables import TABLE, WIDTH, both_push, make, read, with_table
+from tests.core.test_copies_of_tables import TABLE, WIDTH, after, both_push, drawn, make, read, with_table
 from tests.core.test_promotion import OTHERS
 from tests.core.test_records import ALONE, HELD
 
@@ -128,6 +128,24 @@ def test_rows_are_refused_where_they_would_undo_a_push() -> None:
     assert "table 't' was pushed to: rows are stored in a new table, as restore makes it" in text
     np.testing.assert_array_equal(read(run, 1), before)
     assert refusal(store(run, some_rows(0, 5), creation=3))[0] == ErrorCode.KEY_NOT_FOUND
+
+
+def test_rows_that_came_while_the_first_push_was_applied_do_not_undo_it() -> None:
+    run = with_table(ALONE, SGD(0.5))
+    node = run.nodes[A]
+    node.holds_jobs = True
+    both_push(run, 1)
+    before = len(run.answers)
+    ids, _ = drawn(0, 1)
+    run.say(0, StoreState(run.request(), "t", 0, 0, ()), some_rows(int(ids[0]), 5).to_bytes(memory).tobytes())
+    run.finish(node)
+    (refused,) = [message for _, message, _ in run.answers[before:] if isinstance(message, Refused)]
+    assert (refused.request, refused.error) == (run._request, ErrorCode.NOT_ALLOWED)
+    assert "table 't' was pushed to: rows are stored in a new table, as restore makes it" in refused.text
+    node.holds_jobs = False
+    np.testing.assert_array_equal(read(run, 1), after(1))
+    both_push(run, 2)
+    np.testing.assert_array_equal(read(run, 2), after(2))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
 from kvd.core.membership import ViewState
-from kvd.core.places import PlaceKind, place_of
+from kvd.core.places import START, PlaceKind, place_of
 from kvd.core.requests import Loop, Return, Returned, TakePartAgain
 from kvd.core.worker.return_pause import MOST_GRACES, ReturnPause
 from kvd.errors import NotResumed
@@ -107,6 +107,24 @@ def test_it_keeps_step_with_a_dead_worker_that_rounds_wait_for(state: str, is_al
     harness.call(TakePartAgain(LOOP))
     assert bool(harness.waiting(TakePart)) is is_alone
     assert bool(harness.waiting(WhereAre)) is not is_alone
+
+
+@pytest.mark.parametrize(("state", "goes_on"), [("back", True), ("active", False), ("returning", False)])
+def test_a_worker_that_is_not_alone_any_more_lets_the_other_one_choose_the_step(state: str, goes_on: bool) -> None:
+    """All were lost in the first step. It has begun that step, and the other one has not: both come in with their next
+    step, and no server could tell that these are two."""
+    harness = late()
+    harness.look(member("worker", 0, "back"))
+    call = harness.call(TakePartAgain(LOOP))
+    harness.look(member("worker", 0, state), member("worker", 1, "returning"))
+    taken(harness, Taking.IN)
+    send = harness.take(WhereAre)
+    assert isinstance(send.message, WhereAre)
+    harness.say(send.peer, TheyAre(send.message.request, START, place_of(PlaceKind.STEP, 0)))
+    assert bool(harness.waiting(StepInto)) is goes_on
+    if not goes_on:
+        assert harness.result(call).how is Return.LATER
+        taken(harness, Taking.OUT)
 
 
 def test_an_old_view_throws_nobody_out_who_is_on_its_way_back() -> None:

@@ -62,10 +62,11 @@ class Harness:
         joined: bool = True,
         small: int = -1,
         batches: bool = False,
+        lanes: bool = True,
     ) -> None:
         self.settings = settings or cluster(2, servers)
         self.machine = WorkerMachine(
-            WorkerSettings(credit, small_push_bytes=small, batches=batches), session(role, rank)
+            WorkerSettings(credit, small_push_bytes=small, batches=batches, lanes=lanes), session(role, rank)
         )
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(2, servers)}
         self.partitions: tuple[Partition, ...] = ()
@@ -89,6 +90,7 @@ class Harness:
     def step(self, event: Any) -> list[Effect]:
         effects = self.machine.step(event, self.now)
         self.machine.validate()
+        self.machine.next_deadline()  # every shell asks
         self.effects += effects
         for complete in of(Complete, effects):
             assert complete.call not in self.done, "a call is answered once"

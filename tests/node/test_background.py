@@ -13,18 +13,27 @@ from kvd.core.machine import (
     Effect,
     Event,
     InRun,
+    Job,
     JobDone,
+    ListRows,
     LocalCall,
+    Peer,
     Persist,
     Persisted,
     PersistFailed,
+    ReadRows,
     Run,
+    Send,
+    ServerPeer,
     Span,
+    TableVersion,
 )
 from kvd.errors import NotAllowed
 from kvd.node import records
+from kvd.node.background import FEW_IDS_NBYTES
 from kvd.node.jobs import JobRunner
-from kvd.protocol.messages import Epoch
+from kvd.protocol.messages import Done, Epoch
+from kvd.transport.holding import Holding
 from tests.node.driver_harness import DriverHarness, call, run, until
 
 
@@ -46,6 +55,54 @@ def test_a_command_that_raises_system_exit_fails() -> None:
     with ThreadPoolExecutor(1) as executor:
         harness = DriverHarness(react, new_runner=lambda: JobRunner({"end": end}), executor=executor)
         run(harness, program)
+
+
+IDS = Span(bytes(FEW_IDS_NBYTES), 0, FEW_IDS_NBYTES)
+MANY_IDS = Span(bytes(FEW_IDS_NBYTES + 8), 0, FEW_IDS_NBYTES + 8)
+VERSION = TableVersion(1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (ReadRows(7, "t", 0, VERSION, IDS), ["send", "job", "written"]),
+        (ReadRows(7, "t", 0, VERSION, MANY_IDS), ["send", "written", "job"]),
+        (ListRows(7, "t", 0, 0, 0, False, 1), ["send", "written", "job"]),
+    ],
+    ids=["few rows", "many rows", "another job"],
+)
+def test_an_answer_waits_for_a_short_read_and_for_nothing_else(
+    job: Job, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    holding = Holding()
+
+    class Runner(JobRunner):
+        def run(self, job: Job) -> JobDone:
+            log.append("job")
+            return JobDone(7, None)
+
+    class AllHeld:
+        def write_held(self) -> None:
+            log.append("written")
+
+    def send(peer: Peer, header: bytes, payload: Any) -> bool:
+        assert holding.is_on
+        log.append("send")
+        holding.held(AllHeld())
+        return True
+
+    def react(event: Event) -> list[Effect]:
+        return [InRun(4, Epoch(1, 2), [Send(ServerPeer(5), Done(5)), job])] if isinstance(event, LocalCall) else []
+
+    async def program() -> None:
+        monkeypatch.setattr(harness.transport, "send", send)
+        harness.driver.feed(call(1))
+        assert log == expected
+        assert not holding.is_on
+
+    harness = DriverHarness(react, new_runner=Runner, holding=holding)
+    run(harness, program)
 
 
 def test_records_are_saved_one_after_the_other_and_only_the_newest_of_those_that_wait() -> None:

@@ -18,6 +18,8 @@ from kvd.core.machine import (
     Extent,
     FirstBytes,
     Load,
+    LoadRows,
+    ReadPart,
     ReadRows,
     ReadStored,
     Span,
@@ -28,6 +30,7 @@ from kvd.node.jobs import JobRunner, view
 from kvd.optimizer import LAMB, SGD, Adagrad, Adam
 from kvd.protocol.messages import ADD
 from kvd.protocol.specs import ANY_ROW, Initial, KeySpec, TableSpec
+from kvd.tables.parts import parts_of
 
 WIDTH = 3
 ROWS = 40
@@ -35,8 +38,8 @@ QUARTERS = Initial("Constant", (0.25,))
 Given = tuple[dict[int, list[float]], int]  # the rows that one worker pushes, and its samples
 
 
-def spec_of(initial: Initial = QUARTERS, rows: int = ROWS) -> KeySpec:
-    return KeySpec("float64", (WIDTH,), 4096, "", TableSpec(rows, initial, 2))
+def spec_of(initial: Initial = QUARTERS, rows: int = ROWS, parts: int = 1) -> KeySpec:
+    return KeySpec("float64", (WIDTH,), 4096, "", TableSpec(rows, initial, parts))
 
 
 class Part:
@@ -219,6 +222,37 @@ def test_one_bad_push_of_a_round_changes_nothing(payload: bytes, kind: type[KvdE
     assert part.version.number == 2
     assert part.read([1, 5]) == [[0.25 - 0.5 - 0.75] * WIDTH, [0.25] * WIDTH]
     assert part.read([1], before) == [[-0.25] * WIDTH]
+
+
+def test_rows_of_another_part_are_refused() -> None:
+    """Nobody could read them here, and a snapshot would have some rows twice."""
+    part = Part(spec=spec_of(parts=4))
+    rows = np.arange(ROWS)
+    own, others = rows[parts_of(rows, 4) == 1].tolist(), rows[parts_of(rows, 4) != 1].tolist()
+    assert part.apply(raw(own)) is None
+    before = part.version
+    for wrong in (others, sorted([*own, others[0]])):
+        error = part.apply(raw(own), raw(wrong))
+        assert isinstance(error, ProtocolError)
+        assert f"row {others[0]} of table 't' is in part {int(parts_of(rows, 4)[others[0]])}, not in 1" in str(error)
+    assert part.version == before
+    assert part.version.rows == len(own)
+
+
+def test_a_copy_of_a_part_refuses_rows_of_another_one() -> None:
+    spec = spec_of(parts=4)
+    part = Part(spec=spec)
+    own = np.flatnonzero(parts_of(np.arange(ROWS), 4) == 1).tolist()
+    assert part.apply(raw(own)) is None
+    copy, position = JobRunner(), 0
+    while position is not None:
+        piece, position = part.runner.run(ReadPart(3, "t", 1, position, 1 << 20)).result
+        assert copy.run(LoadRows(4, "t", 1, spec, piece)).error is None
+    first = FirstBytes("t", 1, "float64", Span(None, 0, 0), spec, is_copied=True)
+    (part.version,) = copy.run(Create(5, (first,))).result
+    part.runner = copy
+    assert isinstance(part.apply(raw([row for row in range(ROWS) if row not in own])), ProtocolError)
+    assert part.apply(raw(own)) is None
 
 
 def test_an_optimizer_that_updates_no_single_rows_changes_nothing() -> None:

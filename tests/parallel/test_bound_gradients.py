@@ -212,7 +212,7 @@ class Gated(kvd.KVStore):
         self.gate.set()
 
     def pushpull_async(
-        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, **options: Any
     ) -> Any:
         return LateAnswer(self, lambda: super(Gated, self).pushpull_async(key, value, out, priority, samples=samples))
 

@@ -114,7 +114,7 @@ class Recorder(kvd.KVStore):
         self.gate.set()
 
     def pushpull_async(
-        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, **options: Any
     ) -> Any:
         self.calls.append((key, priority, samples, threading.current_thread().name))
         result = super().pushpull_async(key, value, np.empty_like(out), priority, samples=samples).wait()

@@ -282,7 +282,13 @@ def test_a_disk_without_room_is_said_and_nothing_stays(tmp_path: Path) -> None:
     """The kernel refuses the write, as it does on a full disk, under another number."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     path = tmp_path / "taken"
-    command = [sys.executable, "-c", NO_ROOM, str(path)]
+    command = [
+        sys.executable,
+        "-B",
+        "-c",
+        NO_ROOM,
+        str(path),
+    ]  # a module compiled now would stay cut off
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith(f"{path} OSError {path}: File too large: the snapshot cannot be written there")

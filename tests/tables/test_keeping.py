@@ -105,11 +105,12 @@ def test_a_table_keeps_the_rows_that_the_rules_say(
     for pushed in pushes:
         before = dict(zip(EVERY_ID, read(table, EVERY_ID).tolist(), strict=True))
         rows = np.array([[value, value] for _, value in pushed]).reshape(-1, WIDTH)
-        table.update(SGD(1.0, momentum=0.5), int64([row for row, _ in pushed]), rows)
-        ids, evicted = table.evict()
-        assert ids.tolist() == sorted(model.push(pushed))
-        untouched = [place for place, row in enumerate(ids.tolist()) if row not in {row for row, _ in pushed}]
-        assert evicted[untouched].tolist() == [before[row] for row in ids[untouched].tolist()]
+        there = set(model.weights)
+        updated = table.update(SGD(1.0, momentum=0.5), int64([row for row, _ in pushed]), rows)
+        gone = model.push(pushed)
+        assert updated.ids.tolist() == sorted({row for row, _ in pushed} & set(model.weights))
+        assert updated.evicted.ids.tolist() == sorted(gone & there)
+        assert updated.evicted.rows.tolist() == [before[row] for row in sorted(gone & there)]
         assert table.ids().tolist() == sorted(model.weights)
         expected = [[model.weights.get(row, 0.5)] * WIDTH for row in EVERY_ID]
         assert read(table, EVERY_ID).tolist() == expected
@@ -118,8 +119,9 @@ def test_a_table_keeps_the_rows_that_the_rules_say(
 def test_rows_that_replace_others_are_counted_and_evicted_as_well() -> None:
     table, model = new_table(admit_after=2, max_rows=2), Model(2, None, 2)
     for pushed in ([(1, 2.0)], [(1, 3.0), (2, 4.0)], [(2, 5.0), (3, 1.0)], [(3, 7.0)], [(1, 1.0)], [(1, 8.0)]):
-        table.assign(int64([row for row, _ in pushed]), np.array([[value, value] for _, value in pushed]))
-        assert set(table.evict().ids.tolist()) == model.push(pushed, momentum=False)
+        there = set(model.weights)
+        updated = table.assign(int64([row for row, _ in pushed]), np.array([[value, value] for _, value in pushed]))
+        assert set(updated.evicted.ids.tolist()) == model.push(pushed, momentum=False) & there
         assert read(table, [1, 2, 3]).tolist() == [[model.weights.get(row, 0.5)] * WIDTH for row in (1, 2, 3)]
     assert table.ids().tolist() == [1, 3]
 
@@ -128,27 +130,23 @@ def test_no_update_is_an_update_too() -> None:
     table = new_table(ttl_updates=2)
     table.update(SGD(1.0), int64([4]), np.ones((1, WIDTH)))
     for expected in ([], [4]):
-        table.update(SGD(1.0), int64([]), np.ones((0, WIDTH)))
-        assert table.evict().ids.tolist() == expected
+        assert table.update(SGD(1.0), int64([]), np.ones((0, WIDTH))).evicted.ids.tolist() == expected
 
 
 def test_every_part_has_its_share_of_a_limit() -> None:
     for table, most in ((new_table(parts=3, max_rows=10), 4), (new_table(parts=3, max_bytes=10 * NBYTES), 3)):
         table.update(SGD(1.0), np.arange(50), np.ones((50, WIDTH)))
-        table.evict()
         assert table.ids().tolist() == list(range(50 - most, 50))
     tiny = new_table(max_bytes=1)
     tiny.update(SGD(1.0), np.arange(50), np.ones((50, WIDTH)))
-    assert len(tiny.evict().ids) == 49
+    assert tiny.ids().tolist() == [49]
 
 
 def test_the_state_of_the_optimizer_counts_in_a_limit_of_bytes() -> None:
     table = new_table(max_bytes=10 * NBYTES)
     table.update(SGD(1.0), np.arange(50), np.ones((50, WIDTH)))
-    table.evict()
     assert len(table) == 10
     table.update(Adagrad(1.0), int64([]), np.ones((0, WIDTH)))
-    table.evict()
     assert len(table) == 10 * NBYTES // (NBYTES + 8 * WIDTH)
 
 
@@ -160,7 +158,6 @@ def test_many_rows_that_come_and_go_take_no_more_memory_than_those_that_are_ther
     for number in range(150):
         ids = chance.integers(0, 1 << 62, 300)
         table.update(Adagrad(0.1), ids, np.ones((300, WIDTH), np.float32))
-        table.evict()
         assert table.ids()[np.searchsorted(table.ids(), ids)].tolist() == ids.tolist()
         assert len(table) == min(900, 300 * (number + 1))
     assert table.nbytes < 400_000  # of which two arenas have 64 KiB to spare each, and the queue 80 KiB
@@ -180,7 +177,6 @@ def test_an_update_looks_at_few_rows_besides_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RowIndex, "find", counted)
     for _ in range(500):
         table.update(SGD(1.0), np.arange(20), np.zeros((20, WIDTH)))
-        table.evict()
     assert len(table) == 20
     assert sum(looked_at) < 500 * 20 * 4 + 3 * 10_000
 
@@ -191,9 +187,8 @@ def test_memory_is_given_back_after_a_crowd() -> None:
     crowded = table.nbytes
     for _ in range(2):
         table.update(SGD(1.0, momentum=0.9), int64([7]), np.ones((1, WIDTH)))
-        table.evict()
     assert len(table) == 1
-    assert table._weights.nbytes < 1 << 18 < crowded
+    assert table._columns.weights.nbytes < 1 << 18 < crowded
     assert read(table, [7])[0, 0] == 0.5 - 1 - 1.9 - 2.71
 
 
@@ -203,7 +198,7 @@ def test_an_update_that_fails_counts_for_nothing() -> None:
     table.update(SGD(1.0), int64([9]), rows)
     with pytest.raises(ZeroDivisionError):
         table.update(Failing(0.1), int64([9]), 13 * rows)
-    assert (len(table), table.evict().ids.tolist()) == (0, [])
+    assert len(table) == 0
     table.update(SGD(1.0), int64([9]), rows)
     assert read(table, [9]).tolist() == [[-0.5] * WIDTH]
 
@@ -213,7 +208,7 @@ def test_a_table_that_keeps_all_rows_has_no_keeper() -> None:
     table = new_table()
     assert table._keeper is None
     assert table.nbytes == RowIndex().nbytes
-    assert table.evict().ids.tolist() == []
+    assert table.update(SGD(1.0), int64([1]), np.ones((1, WIDTH))).evicted.ids.tolist() == []
 
 
 # ── versions of a part ──
@@ -279,12 +274,13 @@ def noted(keeper: Keeper, index: RowIndex, ids: list[int]) -> Any:
     named = int64(sorted(set(ids)))
     mask = keeper.admitted(named)
     changed = named[mask] if mask is not None else named
-    index.insert(changed[index.find(changed) < 0])
-    keeper.reserve(len(index), len(changed))
-    keeper.note(index.find(changed))
-    gone = keeper.to_evict(8)
-    keeper.moved(index.remove(index.find(gone)))
-    keeper.evicted(gone)
+    gone = keeper.begin(changed, index.find(changed), 8)
+    there, stays = gone[index.find(gone) >= 0], changed[~np.isin(changed, gone)]
+    index.insert(stays[index.find(stays) < 0])
+    keeper.require(len(index))
+    keeper.note(index.find(stays), len(index) + len(gone) - len(there))
+    keeper.moved(index.remove(index.find(there)))
+    keeper.evicted()
     return gone.tolist()
 
 
@@ -335,7 +331,6 @@ def test_rows_that_were_there_before_the_first_update_are_the_oldest(keeping: Ke
     keeper = Keeper(keeping, 1, index)
     index.insert(int64([2, 1]))
     assert keeper.restore({"number": int64([0, 0]), "ids": int64([1, 2]), "last": int64([0, 0])})
-    assert keeper.to_evict(8).tolist() == []
     assert [noted(keeper, index, [row]) for row in (5, 6, 7)] == expected
 
 
@@ -362,9 +357,10 @@ def test_a_table_that_only_tracks_updates_keeps_no_order() -> None:
 
 def noted_without_evictions(keeper: Keeper, index: RowIndex, ids: list[int]) -> Any:
     index.insert(int64([row for row in ids if index.find(int64([row]))[0] < 0]))
-    keeper.reserve(len(index), len(ids))
-    keeper.note(index.find(int64(ids)))
-    return keeper.to_evict(8).tolist()
+    keeper.require(len(index))
+    gone = keeper.begin(int64(sorted(ids)), index.find(int64(sorted(ids))), 8)
+    keeper.note(index.find(int64(ids)), len(index))
+    return gone.tolist()
 
 
 # ── what a program says ──

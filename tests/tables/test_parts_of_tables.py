@@ -46,7 +46,7 @@ def test_rows_in_any_stride_lie_on_all_parts(stride: int) -> None:
     "table",
     [
         RowSparse((10, 2, 3)),
-        RowSparse((0, 4), "float64"),
+        RowSparse((1, 4), "float64"),
         RowSparse(row_shape=()),
         RowSparse((10, 2), admit_after=3, ttl_updates=100, max_rows=5, track_updates=True),
         RowSparse(row_shape=(2,), max_bytes=1 << 40),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvd.compute.compiled import warm_up
 from kvd.optimizer import SGD
-from kvd.tables.duplicates import added_up, in_order, of_both
+from kvd.tables.duplicates import add_up_into, added_up, in_order, of_both
 from kvd.tables.row_arena import Moves, RowArena
 from kvd.tables.row_index import RowIndex
 from tests.compute.compiled_harness import needs_numba, only_compiled, only_numpy
@@ -40,8 +40,9 @@ LISTS = st.lists(IDS, max_size=60)
 @EITHER_WAY
 @given(LISTS)
 def test_ids_are_sorted_with_equal_ones_in_their_order(ids: list[int]) -> None:
-    ordered, order = in_order(int64(ids))
+    ordered, order, num_distinct = in_order(int64(ids))
     assert list(zip(ordered.tolist(), order.tolist(), strict=True)) == sorted(zip(ids, range(len(ids)), strict=True))
+    assert num_distinct == len(set(ids))
 
 
 @pytest.mark.usefixtures("_either_way")
@@ -142,6 +143,11 @@ def test_rows_of_the_same_place_are_added_in_order(pushed: list[tuple[int, float
         part = slice(first, min(first + tile, merged.num_rows))
         taken = merged.take(part, np.empty((part.stop - part.start, 2), np.float32))
         assert [row.tobytes() for row in taken] == [expected[place].tobytes() for place in merged.ids[part].tolist()]
+    for laid_out in (rows, np.asfortranarray(rows)):
+        ids, out = np.full(len(expected), -7), np.full((len(expected), 2), np.nan, np.float32)
+        add_up_into(in_order(places), laid_out, ids, out)
+        assert ids.tolist() == sorted(expected)
+        assert [row.tobytes() for row in out] == [expected[place].tobytes() for place in ids.tolist()]
 
 
 def test_an_arena_grows_in_small_steps_and_keeps_its_rows() -> None:

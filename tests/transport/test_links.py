@@ -13,6 +13,7 @@ from kvd.transport.frames import (
     INLINE_BELOW_BYTES,
     MAX_HEADER_BYTES,
 )
+from kvd.transport.holding import MOST_HELD
 from tests.transport.link_harness import MIB, End, block_of, pair, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -47,6 +48,51 @@ def test_headers_up_to_the_limit_arrive_and_larger_ones_are_refused() -> None:
         with pytest.raises(ValueError, match="65537 bytes"):
             left.send(b"x" * (MAX_HEADER_BYTES + 1))
         assert left.link.is_up
+
+
+@pytest.mark.parametrize("nbytes", [8, 100_000])
+@pytest.mark.parametrize("limit_bytes", [256 * MIB, 0], ids=["shared memory", "inline"])
+def test_what_is_held_leaves_with_the_next_payload_or_at_the_end(limit_bytes: int, nbytes: int) -> None:
+    with pair(limit_bytes) as (left, right):
+        holding = left.link._sink.holding
+
+        def received() -> list[bytes]:
+            return [header for header, _ in right.messages]
+
+        assert left.send(b"first", pattern(nbytes))  # which announces the memory, if it is shared
+        until(lambda: right.messages, right, left)
+        holding.begin()
+        assert left.send(b"a")
+        assert left.send(b"b")
+        right.read()
+        assert received() == [b"first"]
+        assert left.send(b"c", pattern(nbytes))
+        right.read()  # once: they came in one piece, but for the payload itself
+        assert received()[:3] == [b"first", b"a", b"b"]
+        until(lambda: len(right.messages) == 4, right, left)
+        assert left.send(b"d")
+        right.read()
+        assert received() == [b"first", b"a", b"b", b"c"]
+        holding.end()
+        assert left.send(b"e")
+        until(lambda: len(right.messages) == 6, right, left)
+        assert received() == [b"first", b"a", b"b", b"c", b"d", b"e"]
+
+
+def test_few_frames_are_held_at_once() -> None:
+    with pair() as (left, right):
+        holding = left.link._sink.holding
+        holding.begin()
+        for number in range(MOST_HELD):
+            assert not right.messages
+            assert left.send(b"%d" % number)
+            right.read()
+        until(lambda: len(right.messages) == MOST_HELD, right, left)
+        assert left.send(b"held")
+        left.link.leave("over")
+        until(lambda: not right.link.is_up, right, left)
+        assert right.messages[-1][0] == b"held"
+        holding.end()
 
 
 @pytest.mark.parametrize("limit_bytes", [256 * MIB, 0], ids=["shared memory", "inline"])

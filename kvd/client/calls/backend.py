@@ -90,6 +90,7 @@ class StoreFacts(NamedTuple):
             one round (synchronous stores, and those in this process). Otherwise they may be of several.
         round_timeout_s: how long its calls wait for other workers, in seconds.
         job: the name of the job; "" without a cluster.
+        viewed_nbytes: the largest value that is not copied where calls have `copy=False`, in bytes; 0: all are.
         taking_part: gives the ranks of the workers that take part, where that may change.
     """
 
@@ -104,6 +105,7 @@ class StoreFacts(NamedTuple):
     versioned: bool
     round_timeout_s: float
     job: str = ""
+    viewed_nbytes: int = 0
     taking_part: Callable[[], tuple[int, ...]] | None = None
 
 
@@ -139,8 +141,9 @@ class Values(Protocol):
     ) -> Handle:
         """`cast`: the value may have another floating dtype than the key, to which it is converted."""
 
-    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
-        """`cast`: the value is converted to the floating dtype of `out`."""
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
+        """`cast`: the value is converted to the floating dtype of `out`. `view`: the arrays are read-only, over the
+        memory of their server where that can be; `out` is None."""
 
     def pushpull(
         self,
@@ -152,8 +155,9 @@ class Values(Protocol):
         copy: bool,
         reservation: Reservation | None,
         cast: bool = False,
+        view: bool = False,
     ) -> Handle:
-        """`copy`: the program may write to the value as soon as this returns. `cast`: as in push and pull."""
+        """`copy`: the program may write to the value as soon as this returns. `cast`, `view`: as in push and pull."""
 
 
 class Tables(Protocol):

@@ -47,6 +47,15 @@ def priority_and_samples(priority: object, samples: object = 1) -> tuple[int, in
     return whole("priority", priority, -BIGGEST), whole("samples", samples, 0)
 
 
+def wants_copy(copy: object, out: object) -> bool:
+    """Whether the program wants values in arrays that it may write to. Raises NotAllowed if it also says where to."""
+    if not isinstance(copy, bool | np.bool_):
+        raise NotAllowed(f"copy is True or False, not {shown(copy)}")
+    if not copy and out is not None:
+        raise NotAllowed("with copy=False the call gives new arrays, read-only, and fills none: leave out away")
+    return bool(copy)
+
+
 def clock_number(clock: object) -> int:
     """The clock to rewind to. Raises NotAllowed."""
     return whole("a clock counts pushes: it", clock, 0)

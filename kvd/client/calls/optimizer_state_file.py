@@ -2,6 +2,7 @@
 
 The file holds whole keys, so that it can be loaded into any number of servers: the array `KEY|master` or
 `KEY|slot/NAME` for each key and slot, and as metadata the steps made per key and, if it was asked for, the optimizer.
+Of tables it holds what is kept of rows: `kvd.client.calls.row_states`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from kvd.client.calls.row_states import arrays_of, is_of_rows, rows_from
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.node.atomic_file import write_atomically
 from kvd.node.tensor_file import parse_tensors
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import BIGGEST
+from kvd.tables.stored_rows import StoredRows
 
 SEPARATOR = "|"
 FORMAT = "kvd-optimizer-states-1"
@@ -31,12 +34,14 @@ class OptimizerStateFile:
     Attributes:
         arrays: key → slot → the whole 1-D array.
         steps: key → how many updates it has had.
+        tables: table → what is kept of its rows, which have no elements here.
         optimizer: None if it was not asked for.
     """
 
     def __init__(self) -> None:
         self.arrays: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
         self.steps: dict[str, int] = {}
+        self.tables: dict[str, StoredRows] = {}
         self.optimizer: Optimizer | None = None
 
     def write(self, path: Path) -> None:
@@ -50,7 +55,11 @@ class OptimizerStateFile:
         tensors = {
             f"{key}{SEPARATOR}{slot}": array for key, slots in self.arrays.items() for slot, array in slots.items()
         }
+        for key, stored in self.tables.items():
+            tensors |= {f"{key}{SEPARATOR}{slot}": np.ascontiguousarray(array) for slot, array in arrays_of(stored)}
         metadata = {"format": FORMAT, "steps": json.dumps(self.steps)}
+        if self.tables:
+            metadata["tables"] = json.dumps({key: stored.updates for key, stored in self.tables.items()})
         if self.optimizer is not None:
             metadata["optimizer"] = json.dumps(to_wire(self.optimizer))
         data = save(tensors, metadata)
@@ -78,13 +87,19 @@ class OptimizerStateFile:
         try:
             tensors, metadata = parse_tensors(data, FORMAT)
             content.steps = {str(key): int(step) for key, step in json.loads(metadata["steps"]).items()}
-            if not all(0 <= step <= BIGGEST for step in content.steps.values()):
+            updates = {str(key): int(made) for key, made in json.loads(metadata.get("tables", "{}")).items()}
+            if not all(0 <= step <= BIGGEST for step in (*content.steps.values(), *updates.values())):
                 raise ValueError("a key has a negative number of steps")
             if "optimizer" in metadata:
                 content.optimizer = from_wire(json.loads(metadata["optimizer"]))
-            for name, array in tensors.items():
-                if array.dtype.name not in ("float32", "float64") or len(name.rpartition(SEPARATOR)[2]) > 64:
+            of_rows: dict[str, dict[str, np.ndarray[Any, Any]]] = {key: {} for key in updates}
+            for name, array in list(tensors.items()):
+                key, _, slot = name.rpartition(SEPARATOR)
+                if key in updates and is_of_rows(slot):
+                    of_rows[key][slot] = tensors.pop(name)
+                elif array.dtype.name not in ("float32", "float64") or len(slot) > 64:
                     raise ValueError(f"{name[:80]!r} is not an array of a state")
+            content.tables = {key: rows_from(of_rows[key], made) for key, made in updates.items()}
         except (ValueError, KeyError, TypeError, AttributeError, ProtocolError) as error:
             raise NotAllowed(f"{path} holds no optimizer states: {error}") from None
         for name, array in tensors.items():

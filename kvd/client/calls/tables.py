@@ -95,12 +95,6 @@ def no_table_error(key: str | int) -> NotAllowed:
     return NotAllowed(no_table_text(key), key=key)
 
 
-def unsupported_error(key: str | int, what: str) -> NotAllowed:
-    """The error of a call that cannot be made while there are tables. Its text begins with `what`."""
-    text = f"{what} tables yet, and key {key!r} is one: read its rows with row_sparse_pull, or delete it"
-    return NotAllowed(text, key=key)
-
-
 def rows_target(table: RowSparse, key: str | int, count: int, out: Any) -> Target:
     """The memory for rows that are pulled: of ``out``, an array or one per device; None: a new array.
 

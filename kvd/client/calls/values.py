@@ -78,12 +78,20 @@ def pulled_values(keys: KeyList, targets: Sequence[Target], out: Any) -> Any:
     arrays = [target.finish() for target in targets]
     if out is not None:
         return list(out) if keys.many else out
+    return in_places(keys, arrays)
+
+
+def in_places(keys: KeyList, arrays: Sequence[Array], *, shared: bool = False) -> Any:
+    """The new arrays of the keys as a call gives them. A key that is in the list twice gets two: of `shared` ones, the
+    same twice."""
     if keys.places is not None:
+        if shared:
+            return [arrays[place] for place in keys.places]
         counts = [keys.places.count(index) for index in range(len(arrays))]
         return keys.by_place(
             [[array, *(array.copy() for _ in range(count - 1))] for array, count in zip(arrays, counts, strict=True)]
         )
-    return arrays if keys.many else arrays[0]
+    return list(arrays) if keys.many else arrays[0]
 
 
 def check_alike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Target]) -> None:
@@ -241,6 +249,12 @@ def fresh_target(spec: KeySpec) -> Target:
     """A new private array of the key's shape and dtype."""
     array = np.empty(spec.shape, named_dtype(spec.dtype))
     return Target(array.reshape(-1).view(BYTE), spec, lambda: array)
+
+
+def read_only(array: Array) -> Array:
+    """The same array, which cannot be written to."""
+    array.flags.writeable = False
+    return array
 
 
 def _is_device_list(value: Sequence[Any]) -> bool:

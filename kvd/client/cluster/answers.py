@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from kvd.client.calls.tables import unsupported_error
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.protocol.messages import KeyEntry, ListKeys
@@ -30,13 +28,6 @@ async def list_keys(engine: Engine) -> list[tuple[int, KeyEntry]]:
             found += [(rank, entry) for entry in await _list_of(engine, partition)] if rank in there else []
         if view.partitions == partitions:  # otherwise some keys were asked for at two servers, or at none
             return found
-
-
-def check_no_tables(engine: Engine, entries: Iterable[KeyEntry], what: str) -> None:
-    """Raises NotAllowed, whose text begins with `what`, if one of these keys is a table."""
-    for entry in entries:
-        if entry.table is not None:
-            raise unsupported_error(engine.written.of(entry.key), what)
 
 
 async def _list_of(engine: Engine, partition: int) -> list[KeyEntry]:

@@ -84,6 +84,7 @@ def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreF
         distributed=True,
         versioned=sync,
         job=config.job,
+        viewed_nbytes=settings.slice_bytes,
         round_timeout_s=config.round_timeout_s,
     )
 

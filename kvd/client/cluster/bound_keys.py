@@ -43,6 +43,10 @@ class BoundKeys:
     def arrays(self, names: Sequence[str]) -> list[BoundArrays]:
         return [self._arrays[name] for name in names]
 
+    def has(self, name: str) -> bool:
+        """Whether the key is bound."""
+        return name in self._arrays
+
     def source(self, name: str, value: Any, slice_bytes: int) -> Source | None:
         """The bound gradient of the key, if the value is that array or any view of it; None if it is not."""
         arrays = self._arrays.get(name)

@@ -15,10 +15,12 @@ from kvd.client.calls.backend import Node
 from kvd.client.calls.checks import command_body, command_head, seconds, whole
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.keys import key_list
+from kvd.client.calls.tables import no_table_error, table_error
 from kvd.client.calls.values import fresh_target, paired, target_of
 from kvd.client.cluster.answers import answer_bytes, list_keys
 from kvd.client.cluster.cuts import Cuts
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.row_reads import RowReads
 from kvd.client.cluster.saving import Saved, SnapshotSaver
 from kvd.config import Config
 from kvd.core import requests
@@ -81,6 +83,7 @@ class Observer:
             self._engine.stop()
             raise
         self._cuts = Cuts(self._engine)
+        self._rows = RowReads(self._engine)
         self._known: dict[str, KeySpec] = {}  # of keys that were read
 
     def __enter__(self) -> Observer:
@@ -184,6 +187,9 @@ class Observer:
         if not self._engine.machine.view.is_up_to_date and deadline.left_s() > 0:
             self._engine.run(self._until_ready(deadline)).result()
         specs = self._specs(names, deadline)
+        for name, spec in zip(names, specs, strict=True):
+            if spec.table is not None:
+                raise table_error(named.written.get(name, name))
         if out is None:
             targets = [fresh_target(spec) for spec in specs]
         else:
@@ -201,6 +207,22 @@ class Observer:
             values = [values[place] for place in named.places] if out is None else paired(named, out, "outs")
         return Reading(reached, newest, values)
 
+    def row_sparse_pull(self, keys: Any, row_ids: Any, out: Any = None) -> Any:
+        """As `kvd.Observer.row_sparse_pull`."""
+        named = key_list(keys)
+        deadline = Deadline(self._config.request_timeout_s)
+        if not self._engine.machine.view.is_up_to_date:
+            self._engine.run(self._until_ready(deadline)).result()
+        specs = dict(zip(named.names, self._specs(named.names, deadline), strict=True))
+        for name, spec in specs.items():
+            if spec.table is None:
+                raise no_table_error(named.written.get(name, name))
+        try:
+            return self._rows.read(named, specs, row_ids, out, deadline)
+        except KvdError:
+            self._known.clear()
+            raise
+
     def _specs(self, names: Sequence[str], deadline: Deadline) -> list[KeySpec]:
         """Shape and dtype of the keys, which never change."""
         unknown = [name for name in names if name not in self._known]
@@ -211,10 +233,6 @@ class Observer:
             if self._engine.session.run != NO_RUN or not self._engine.run(self._in_a_run(deadline)).result():
                 raise
             return self._specs(names, deadline)
-        for name, spec in found.items():
-            if spec.table is not None:
-                text = f"key {name!r} is a table, of which only workers read rows, with row_sparse_pull"
-                raise NotAllowed(text, key=name)
         self._known.update(found)
         return [self._known[name] for name in names]
 

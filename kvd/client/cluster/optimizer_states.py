@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
-from kvd.client.cluster.answers import check_no_tables, list_keys
+from kvd.client.calls.row_states import check_fits
+from kvd.client.calls.tables import no_table_error
+from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.stored_tables import fetch_table, store_table_state
 from kvd.core import requests
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import FetchState, OptimizerQuery, SetOptimizer, StoreState
 from kvd.protocol.specs import DTYPES, KeySpec, padded
+from kvd.tables.wire import table_of_spec
 
 
 async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None:
@@ -36,9 +40,13 @@ async def fetch_states(engine: Engine, path: Path, dump_optimizer: bool) -> None
     if dump_optimizer:
         content.optimizer = optimizer
     entries = [entry for _, entry in await list_keys(engine)]
-    check_no_tables(engine, entries, "the file of optimizer states does not hold those of")
+    tables = {entry.key for entry in entries if entry.table is not None}
     for key in sorted({entry.key for entry in entries}):
-        content.steps[key], content.arrays[key] = await fetch_state(engine, key)
+        if key in tables:
+            spec = await engine.call(requests.DescribeKey(key))
+            content.tables[key] = (await fetch_table(engine, key, spec)).without_rows()
+        else:
+            content.steps[key], content.arrays[key] = await fetch_state(engine, key)
     await asyncio.to_thread(content.write, path)  # a large file takes a while, and the loop has heartbeats to send
 
 
@@ -98,10 +106,17 @@ async def store_states(engine: Engine, path: Path) -> None:
         OSError: it cannot be read.
     """
     content = OptimizerStateFile.read(path)
+    for key, stored in content.tables.items():
+        spec: KeySpec = await engine.call(requests.DescribeKey(key))
+        if spec.table is None:
+            raise no_table_error(engine.written.of(key))
+        check_fits(table_of_spec(spec), engine.written.of(key), stored)
     if content.optimizer is not None:
         await store_optimizer(engine, content.optimizer)
     for key, step in content.steps.items():
         await store_state(engine, key, step, content.arrays.get(key, {}))
+    for key, stored in content.tables.items():
+        await store_table_state(engine, key, stored)
 
 
 async def try_optimizer(engine: Engine, optimizer: Optimizer, timeout_s: float | None = None) -> None:

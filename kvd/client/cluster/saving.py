@@ -109,7 +109,10 @@ class SnapshotSaver:
         names = sorted({entry.key for entry in entries})
         if not names:
             job = self._engine.config.job
-            raise NotAllowed(f"job {job!r} has no keys, so there is nothing to save: kvd jobs lists those that have")
+            text = (
+                f"job {job!r} has no keys, so there is nothing to save: wait until its workers have made some with init"
+            )
+            raise NotAllowed(f"{text} (kvd keys shows them), or name another job with --job (kvd jobs lists them)")
         asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in names]
         return {name: await promise for name, promise in zip(names, asked, strict=True)}
 

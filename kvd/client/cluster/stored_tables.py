@@ -14,14 +14,13 @@ import numpy as np
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.errors import NotAllowed, ProtocolError
-from kvd.protocol.messages import FetchState, StoreState
+from kvd.protocol.messages import STATE_OF_ROWS, FetchState, StoreState
 from kvd.protocol.specs import KeySpec
 from kvd.tables.description import RowSparse
+from kvd.tables.first_rows import PAGE_NBYTES
 from kvd.tables.parts import parts_of
 from kvd.tables.stored_rows import Page, StoredRows, joined, page_of
 from kvd.tables.wire import table_of_spec
-
-PAGE_NBYTES = 4 << 20  # of rows, on their way to one server
 
 
 async def fetch_table(engine: Engine, name: str, spec: KeySpec) -> StoredRows:
@@ -69,19 +68,29 @@ async def read_pages(ask: Callable[[int], Awaitable[Any]], description: RowSpars
 
 async def store_table(engine: Engine, name: str, stored: StoredRows) -> None:
     """Puts rows, which were checked, into a table that nobody has pushed to."""
+    await _store(engine, name, stored, ())
+
+
+async def store_table_state(engine: Engine, name: str, stored: StoredRows) -> None:
+    """Puts what an optimizer keeps of rows, which was checked, in place of what it has kept."""
+    await _store(engine, name, stored.without_rows(), STATE_OF_ROWS)
+
+
+async def _store(engine: Engine, name: str, stored: StoredRows, slots: tuple[tuple[str, str], ...]) -> None:
     spec: KeySpec = await engine.call(requests.DescribeKey(name))
     part = parts_of(stored.ids, spec.num_slices)
     places = [np.flatnonzero(part == index) for index in range(spec.num_slices)]
-    await asyncio.gather(*[_store_part(engine, name, index, stored, at) for index, at in enumerate(places)])
+    await asyncio.gather(*[_store_part(engine, name, index, stored, at, slots) for index, at in enumerate(places)])
 
 
-async def _store_part(engine: Engine, name: str, index: int, stored: StoredRows, places: Any) -> None:
+async def _store_part(
+    engine: Engine, name: str, index: int, stored: StoredRows, places: Any, slots: tuple[tuple[str, str], ...]
+) -> None:
     """Page by page; one of no rows, too, since it says how many updates there were."""
-    row_nbytes = 8 + sum([array.itemsize * array.shape[1] for array in (stored.rows, *stored.slots.values())])
-    step = max(1, PAGE_NBYTES // row_nbytes)
+    step = max(1, PAGE_NBYTES // stored.row_nbytes)
     for first in range(0, max(1, len(places)), step):
         page = stored.some(places[first : first + step]).to_bytes(_memory)
-        message = StoreState(0, name, index, 0, ())
+        message = StoreState(0, name, index, first if slots else 0, slots)
         await engine.call(requests.SliceControl(name, (message,), (page,), (page.nbytes,)))
 
 

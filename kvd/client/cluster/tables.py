@@ -7,32 +7,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.tables import (
-    WantedRows,
     check_export,
     has_tables,
     may_be_pairs,
     no_table_error,
     pulled_rows,
     rows_at_once,
-    rows_of,
     wanted_rows,
 )
 from kvd.client.calls.values import Array, Source
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.row_pulls import check_size, row_pull
 from kvd.client.cluster.table_export import listed
 from kvd.core import requests
 from kvd.core.requests import Item
-from kvd.errors import NotAllowed, RemoteError
+from kvd.errors import RemoteError
 from kvd.node.table_file import write_table
-from kvd.protocol.specs import MAX_PAYLOAD_BYTES, ROW_ID_BYTES, KeySpec
-from kvd.tables.by_part import ids_in_parts, rows_in_parts
+from kvd.protocol.specs import KeySpec
+from kvd.tables.by_part import rows_in_parts
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, rows_for
 from kvd.tables.wire import table_of_spec
@@ -142,15 +139,9 @@ class ClusterTables:
         for name, rows in checked:
             spec = self._tables[name].spec
             data, ranges = rows_in_parts(rows, spec.num_slices, self._engine.memory)
-            self._check_size(name, max(nbytes for _, nbytes in ranges), "push")
+            check_size(self._engine, name, max(nbytes for _, nbytes in ranges), "push")
             pushed.append(PushedTable(name, Source(data, spec), ranges))
         return pushed
-
-    def _check_size(self, name: str, nbytes: int, call: str) -> None:
-        if nbytes > MAX_PAYLOAD_BYTES:
-            key = self._engine.written.of(name)
-            text = f"of table {key!r} this {call} has {nbytes >> 20} MiB for one server, and a message carries at most"
-            raise NotAllowed(f"{text} {MAX_PAYLOAD_BYTES >> 20} MiB: {call} the rows in pieces", key=key)
 
     # ── rows to pull ──
 
@@ -162,7 +153,10 @@ class ClusterTables:
             wanted = wanted_rows(
                 keys, row_ids, out, lambda name: self._known(name).description, self._engine.written.of
             )
-            pulls = [self._pull(name, [entry for entry in wanted if entry.name == name]) for name in keys.names]
+            pulls = [
+                row_pull(self._engine, *self._tables[name], [entry for entry in wanted if entry.name == name])
+                for name in keys.names
+            ]
         except RemoteError as error:
             return Handle.failed(self._engine.written.restored(error))
         items = tuple([pull.item for pull in pulls])
@@ -199,47 +193,3 @@ class ClusterTables:
         step = rows_at_once(description)
         for first in range(0, len(ids), step):
             yield self.row_sparse_pull(key, ids[first : first + step], None, 0).wait()
-
-    def _pull(self, name: str, wanted: Sequence[WantedRows]) -> _Pull:
-        spec, description = self._tables[name]
-        asked = ids_in_parts(_joined([entry.ids for entry in wanted]), spec.num_slices)
-        most = max(nbytes for _, nbytes in asked.ranges) // ROW_ID_BYTES
-        self._check_size(name, most * max(spec.row_nbytes, ROW_ID_BYTES), "pull")
-        ids = self._engine.memory(asked.ids.nbytes)
-        ids.view(np.int64)[:] = asked.ids
-        if asked.where is None and len(wanted) == 1:  # straight to where they are wanted
-            rows: Array = rows_of(wanted[0].target, description).reshape(-1).view(np.uint8)
-            return _Pull(Item(name, spec, ids, rows, ranges=asked.ranges), description, None, ())
-        rows = np.empty(len(asked.ids) * spec.row_nbytes, np.uint8)
-        return _Pull(Item(name, spec, ids, rows, ranges=asked.ranges), description, asked.where, wanted)
-
-
-class _Pull(NamedTuple):
-    """The rows of one table that a call pulls.
-
-    Attributes:
-        where: the place of each wanted row among those that are pulled; None: they are in the same order.
-        wanted: for each place of the key in the list; none if the rows arrive where they are wanted.
-    """
-
-    item: Item
-    description: RowSparse
-    where: np.ndarray[Any, np.dtype[np.intp]] | None
-    wanted: Sequence[WantedRows]
-
-    def spread(self) -> None:
-        """Writes the rows, which have arrived, to where they are wanted."""
-        rows: Array = self.item.target.view(self.description.numpy_dtype).reshape(-1, self.description.width)
-        first = 0
-        for _, ids, target in self.wanted:
-            part = slice(first, first + len(ids))
-            out = rows_of(target, self.description)
-            if self.where is None:
-                np.copyto(out, rows[part])
-            else:
-                np.take(rows, self.where[part], axis=0, out=out, mode="clip")
-            first += len(ids)
-
-
-def _joined(lists: Sequence[Ids]) -> Ids:
-    return lists[0] if len(lists) == 1 else np.concatenate(lists)

@@ -16,18 +16,22 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Target, check_alike, fresh_target, pulled_values
+from kvd.client.calls.values import Target, check_alike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.held_versions import HeldVersions
+from kvd.client.cluster.new_values import NewValues
 from kvd.client.cluster.pushed_values import CompressedValues, PushedValues
 from kvd.client.cluster.tables import ClusterTables, PushedTable
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item, TakenForm
 from kvd.errors import RemoteError
-from kvd.node.reassembly import ReassemblyBuffer
+
+MOST_PLAIN = 1 << 16  # keys whose calls are made in fewer steps
+NO_KEYS = KeyList([], True)
 
 
 class ClusterValues:
@@ -61,6 +65,8 @@ class ClusterValues:
         self._rank = rank
         self._compression = compression
         self._tables = tables
+        self._plain: set[str] = set()  # keys that were pushed and pulled, and are no tables
+        self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
     def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
@@ -73,6 +79,7 @@ class ClusterValues:
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
         sources += [self._arguments.new_table(description, merges.get(name, "")) for name, description in tables]
+        begun = self._arguments.first_pages(tables) if is_sent else {}
         self._tables.note_init([name for name, _ in tables])
         names += [name for name, _ in tables]
         try:
@@ -80,8 +87,12 @@ class ClusterValues:
             to_make = self._restored.to_make(names, [spec for _, spec in sources], default)
         except RemoteError as error:
             return self._watched(names, Handle.failed(self._engine.written.restored(error)))
-        items = tuple(Item(names[place], sources[place].spec, sources[place].data) for place in to_make)
-        return self._watched(names, Handle(self._engine.submit(requests.InitKeys(items)), what="init"))
+        items = [Item(names[place], sources[place].spec, sources[place].data) for place in to_make]
+        for place, item in enumerate(items):
+            if item.key in begun:
+                data, pages = begun[item.key]
+                items[place] = item._replace(source=data, pages=pages)
+        return self._watched(names, Handle(self._engine.submit(requests.InitKeys(tuple(items))), what="init"))
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
@@ -91,13 +102,17 @@ class ClusterValues:
         priority, samples = checks.priority_and_samples(priority, samples)
         rows: Sequence[PushedTable] = ()
         whole = keys
-        if self._tables.are_pushed(keys, value):
+        tables: list[tuple[str, Any]] = []
+        if not keys.many and self._tables.is_table(names[0]):  # by far the most common push of rows
+            whole, value, tables = NO_KEYS, (), [(names[0], value)]
+        elif self._tables.are_pushed(keys, value):
             whole_names, value, tables = parted(keys, value, self._tables.is_table)
             whole = KeyList(whole_names, True)
+        if tables:
             try:
                 rows = self._tables.rows(tables, cast=cast)
             except RemoteError as error:
-                return self._watched(names, Handle.failed(self._engine.written.restored(error)))
+                raise self._engine.written.restored(error) from None
         pushed = self._pushed(whole, value, cast, copy=True, reservation=reservation, rows=rows)
         if not names:
             return Handle.of(None)
@@ -145,11 +160,11 @@ class ClusterValues:
         compressing = self._compression.current
         return None if compressing is None or not self._engine.machine.view.is_sync else compressing.takes
 
-    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
         keys = self._arguments.named(key)
         priority, _ = checks.priority_and_samples(priority)
         if out is None or not keys.names:
-            return self._pull_fresh(keys, priority)
+            return self._pull_fresh(keys, priority, view=view)
         if cast:
             return self._pull_fresh(keys, priority, CastOuts(keys, out))
         return self._pull_into(keys, self._arguments.targets(keys, out), out, priority)
@@ -158,20 +173,21 @@ class ClusterValues:
         promise = self._engine.submit(pull_into(keys.names, targets, priority, self._taken))
         return Handle(promise, pulled(keys, targets, out), "pull", self._engine.wait)
 
-    def _pull_fresh(self, keys: KeyList, priority: int, outs: CastOuts | None = None) -> Handle:
-        """Pulls into new arrays, and from there into `outs`, if there are any. The shapes of the keys may be unknown
-        still, but the call must keep its place among the others on its keys: so it is submitted at once, and the bytes
-        become arrays when the handle is waited on."""
+    def _pull_fresh(self, keys: KeyList, priority: int, outs: CastOuts | None = None, *, view: bool = False) -> Handle:
+        """Pulls into new arrays, and from there into `outs`, if there are any. `view`: the arrays are of
+        `HeldVersions`.
+
+        The shapes of the keys may be unknown still, but the call must keep its place among the others on its keys: so
+        it is submitted at once, and the bytes become arrays when the handle is waited on."""
         names = keys.names
         if not names:
             return Handle.of([])
-        pieces = NewValues(self._engine, names)
+        pieces = NewValues(names, self._held if view else None)
         items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces.buffers, strict=True))
-        transfer = requests.Transfer(items, push=False, pull=True, priority=priority, takes=self._taken)
-
-        def finish(_: Any) -> Any:
-            return pieces.given(keys) if outs is None else outs.fill(pieces.arrays())
-
+        transfer = requests.Transfer(
+            items, push=False, pull=True, priority=priority, takes=self._taken, finds=pieces.found
+        )
+        finish = partial(_given, pieces, keys, outs)
         return Handle(self._engine.submit(transfer), finish, "pull", self._engine.wait)
 
     def pushpull(
@@ -184,30 +200,40 @@ class ClusterValues:
         copy: bool,
         reservation: Reservation | None,
         cast: bool = False,
+        view: bool = False,
     ) -> Handle:
+        out = value if out is None else out
+        has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
+        if has_defaults and type(key) is str and key in self._plain and not (copy or cast or view):
+            item = self._arguments.plain_item(key, value, out)
+            if item is not None and self._compression.current is None:
+                return self._pushpull_plain(item, out)
         keys = self._arguments.named(key)
-        names, out = keys.names, value if out is None else out
+        names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
         check_whole(keys, value, "pushpull", self._tables.is_table)
-        outs = CastOuts(keys, out) if cast else None
-        targets = [] if cast else self._arguments.targets(keys, out)
+        outs = CastOuts(keys, out) if cast and not view else None
+        targets = [] if cast or view else self._arguments.targets(keys, out)
         pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)
         sources = pushed.sources
         if not names:
             return Handle.of([])
         places: Sequence[Any]
-        if outs is None:
-            check_alike(keys, sources, targets)
-        else:
+        finish: Callable[[Any], Any]
+        if outs is not None:
             outs.check_shapes(sources)
+        elif not view:
+            check_alike(keys, sources, targets)
         if not self._steps.take_pushes(names):
-            if outs is not None:
-                return self._pull_fresh(keys, priority, outs)
+            if view or outs is not None:
+                return self._pull_fresh(keys, priority, outs, view=view)
             return self._pull_into(keys, targets, out, priority)
-        if outs is None:
-            places, finish = [target.data for target in targets], pulled(keys, targets, out)
+        pieces: NewValues | None = None
+        if view or outs is not None:
+            pieces = NewValues(names, self._held if view else None)
+            places, finish = pieces.buffers, partial(_given, pieces, keys, outs)
         else:
-            places, finish = self._cast_into(names, outs)
+            places, finish = [target.data for target in targets], pulled(keys, targets, out)
         transfer = requests.Transfer(
             pushed.items(places),
             push=True,
@@ -218,34 +244,27 @@ class ClusterValues:
             place=self._steps.place,
             some_encoded=pushed.some_encoded,
             sets_out=pushed.sets_out,
+            finds=None if pieces is None else pieces.found,
         )
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)
+        if type(key) is str and len(self._plain) < MOST_PLAIN:
+            self._plain.add(key)
         return self._watched(names, handle)
 
-    def _cast_into(self, names: list[str], outs: CastOuts) -> tuple[Sequence[Any], Callable[[Any], Any]]:
-        """Where the values are collected in the dtypes of their keys, and what makes the call's result of them."""
-        pieces = NewValues(self._engine, names)
-        return pieces.buffers, lambda _: outs.fill(pieces.arrays())
+    def _pushpull_plain(self, item: Item, out: Any) -> Handle:
+        """The same for one array, whose key was looked at in an earlier call."""
+        names = [item.key]
+        self._arguments.raise_unobserved(names)
+        if not self._steps.take_pushes(names):
+            keys = KeyList(names, False)
+            return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
+        transfer = requests.Transfer((item,), push=True, pull=True, place=self._steps.place)
+        reclaim = partial(self._engine.take_back, [item.source])
+        handle = Handle(self._submit_push(transfer), lambda _: out, "pushpull", self._engine.wait, reclaim)
+        return self._watched(names, handle)
 
 
-class NewValues:
-    """Values of keys whose shapes may be unknown as yet. Make it just before the call that fills the buffers."""
-
-    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
-        self.buffers = [ReassemblyBuffer() for _ in names]
-        self._specs = [engine.submit(requests.DescribeKey(name)) for name in names]  # known before the bytes arrive
-
-    def given(self, keys: KeyList) -> Any:
-        """The values as new arrays, in the places of the keys."""
-        return pulled_values(keys, self._targets(), None)
-
-    def arrays(self) -> list[Array]:
-        """The values as new arrays, one per name."""
-        return [target.finish() for target in self._targets()]
-
-    def _targets(self) -> list[Target]:
-        targets = [fresh_target(spec.result()) for spec in self._specs]
-        for target, buffer in zip(targets, self.buffers, strict=True):
-            buffer.move_to(target.data)
-        return targets
+def _given(pieces: NewValues, keys: KeyList, outs: CastOuts | None, _: Any) -> Any:
+    """Makes the result of a call of what has arrived: `outs`, if there are any, else new arrays."""
+    return pieces.given(keys) if outs is None else outs.fill(pieces.arrays())

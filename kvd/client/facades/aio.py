@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from kvd.client.calls.backend import Backend, Node, Updater
+from kvd.client.calls.checks import wants_copy
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
@@ -62,14 +63,28 @@ class KVStore(StoreProperties):
         return self._backend.values.push(key, value, priority, samples, Reservation(), cast)
 
     async def pull(
-        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+        self,
+        key: Any,
+        out: Any = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        *,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Any:
-        return await self._backend.values.pull(key, out, priority, cast)
+        return await self._backend.values.pull(key, out, priority, cast, not wants_copy(copy, out))
 
     def pull_async(
-        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+        self,
+        key: Any,
+        out: Any = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        *,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Handle:
-        return self._backend.values.pull(key, out, priority, cast)
+        return self._backend.values.pull(key, out, priority, cast, not wants_copy(copy, out))
 
     async def row_sparse_pull(self, key: Any, row_ids: Any, out: Any = None, priority: int = 0) -> Any:
         await self._find_out(key)
@@ -92,19 +107,37 @@ class KVStore(StoreProperties):
         return await self._backend.binding.bind(key)
 
     async def pushpull(
-        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+        self,
+        key: Any,
+        value: Any,
+        out: Any = None,
+        priority: int = 0,
+        *,
+        samples: int = 1,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Any:
+        view = not wants_copy(copy, out)
         handle = await _when_there_is_room(
             lambda reservation: self._backend.values.pushpull(
-                key, value, out, priority, samples, True, reservation, cast
+                key, value, out, priority, samples, True, reservation, cast, view
             )
         )
         return await handle
 
     def pushpull_async(
-        self, key: Any, value: Any, out: Any = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+        self,
+        key: Any,
+        value: Any,
+        out: Any = None,
+        priority: int = 0,
+        *,
+        samples: int = 1,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Handle:
-        return self._backend.values.pushpull(key, value, out, priority, samples, True, Reservation(), cast)
+        view = not wants_copy(copy, out)
+        return self._backend.values.pushpull(key, value, out, priority, samples, True, Reservation(), cast, view)
 
     async def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Any:
         return await (

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
+from kvd.client.calls.checks import wants_copy
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import StepIteration, Steps
@@ -78,10 +79,10 @@ class KVStore(StoreProperties, KVStoreBase):
     def push(self, key: Key, value: Value, priority: int = 0, *, samples: int = 1, cast: bool = False) -> Handle:
         """Sends a value to be merged. Returns at once, and comes before later calls on the same key.
 
-        To a table it sends rows: a `kvd.RowSparseArray`, a pair of ids and rows, or a sparse tensor of torch, such
-        as the gradient of ``nn.Embedding(sparse=True)``; a list has one per device. Rows of the same id are added up in
-        their order. Only these rows change: an optimizer updates, and decays, no others. A NaN gets no further than its
-        row. Without an optimizer the rows replace those of the table.
+        To a table it sends rows: a `kvd.RowSparseArray`, a pair of ids and rows, a sparse tensor of torch, such as
+        the gradient of ``nn.Embedding(sparse=True)``, or a sparse matrix of SciPy or CuPy; a list has one per device.
+        Rows of the same id are added up in their order. Only these rows change: an optimizer updates, and decays, no
+        others. A NaN gets no further than its row. Without an optimizer the rows replace those of the table.
 
         Args:
             priority: higher ones leave this worker first.
@@ -91,32 +92,54 @@ class KVStore(StoreProperties, KVStoreBase):
 
         Raises:
             NotResumed: this worker of a synchronous store was restarted, and has not said where it goes on.
+            NotAllowed, ShapeMismatch, DtypeMismatch: the rows do not fit the table. Other errors are the handle's.
         """
         return self._blocking().values.push(key, value, priority, samples, None, cast)
 
     push_async = push
 
     def pull(
-        self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+        self,
+        key: Key,
+        out: Value = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        *,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Any:
         """Fills `out`, an array or one per device, with the key's value and returns it; None: a new NumPy array.
 
         Args:
             ignore_sparse: is there for programs of MXNet. A table is never pulled whole: that raises NotAllowed.
             cast: `out` may have another floating dtype than the key: the value is converted when it has arrived.
+            copy: False: a new array that is read-only, and lies in the memory of a server of this host if it can: a
+                value of up to `slice_bytes` whose bytes travelled as they are. It never changes, and that memory is
+                used again when the array and all views of it are gone. A worker may keep two versions of a key there;
+                what is pulled beyond them lies in its own memory, as do all other values.
 
         Raises:
             KeyNotFound: nobody made the key.
             ShapeMismatch, DtypeMismatch: `out` does not fit the key.
+            NotAllowed: there is an `out`, and `copy` is False.
             NodeLost: the value waits for a worker that died, or its server did (with two replicas: both that had it).
         """
-        return self._blocking().values.pull(key, out, priority, cast).wait()
+        view = not wants_copy(copy, out)
+        return self._blocking().values.pull(key, out, priority, cast, view).wait()
 
     def pull_async(
-        self, key: Key, out: Value = None, priority: int = 0, ignore_sparse: bool = True, *, cast: bool = False
+        self,
+        key: Key,
+        out: Value = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        *,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Handle:
         """As `pull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
-        return self._blocking().values.pull(key, out, priority, cast)
+        view = not wants_copy(copy, out)
+        return self._blocking().values.pull(key, out, priority, cast, view)
 
     def row_sparse_pull(self, key: Key, row_ids: Value, out: Value = None, priority: int = 0) -> Any:
         """Rows of a table, in the order in which `row_ids` names them; the same one any number of times.
@@ -172,16 +195,38 @@ class KVStore(StoreProperties, KVStoreBase):
         return self._blocking().binding.bind(key).wait()
 
     def pushpull(
-        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+        self,
+        key: Key,
+        value: Value,
+        out: Value = None,
+        priority: int = 0,
+        *,
+        samples: int = 1,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Any:
-        """Push and pull in one round trip. Without `out` the result is written into `value`. `cast`: as in both."""
-        return self._blocking().values.pushpull(key, value, out, priority, samples, False, None, cast).wait()
+        """Push and pull in one round trip. Without `out` the result is written into `value`. `cast`: as in both.
+
+        With `copy=False` the result is a new array as `pull` gives it, of the key's dtype, and `value` stays as it is.
+        """
+        view = not wants_copy(copy, out)
+        return self._blocking().values.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
 
     def pushpull_async(
-        self, key: Key, value: Value, out: Value = None, priority: int = 0, *, samples: int = 1, cast: bool = False
+        self,
+        key: Key,
+        value: Value,
+        out: Value = None,
+        priority: int = 0,
+        *,
+        samples: int = 1,
+        cast: bool = False,
+        copy: bool = True,
     ) -> Handle:
-        """As `pushpull`; `out` is filled when the handle is done, with `cast` when it is waited for."""
-        return self._blocking().values.pushpull(key, value, out, priority, samples, True, None, cast)
+        """As `pushpull`; `out` is filled when the handle is done, with `cast` when it is waited for. Whatever `copy`
+        says, the value is copied before this returns."""
+        view = not wants_copy(copy, out)
+        return self._blocking().values.pushpull(key, value, out, priority, samples, True, None, cast, view)
 
     def broadcast(self, key: Key, value: Value, out: Value = None, priority: int = 0) -> Any:
         """Gives rank 0's value to everyone's `out` (None: into `value`), and makes the key if it is new.

@@ -68,7 +68,8 @@ class Observer:
             NodeLost: a server that leads a part of a key died; with two replicas, also its backup. Open a new observer
                 when the job was started again.
             RequestTimeout: a server does not answer.
-            NotAllowed: a key is in the list twice; or `version` was given in asynchronous training.
+            NotAllowed: a key is in the list twice, or is a table, see `row_sparse_pull`; or `version` was given in
+                asynchronous training.
         """
         _check_may_block()
         return self._cluster.pull(keys, version, out)
@@ -82,6 +83,30 @@ class Observer:
         """
         _check_may_block()
         return self._cluster.read(keys, version, out)
+
+    def row_sparse_pull(self, keys: Any, row_ids: Any, out: Any = None) -> Any:
+        """The newest rows of a table, or of each table of a list.
+
+        In `dist_sync` all rows of a table are of one version; in `dist_async` those of one server are. Two tables of a
+        list may be of different versions.
+
+        Args:
+            keys: a key (str or int) that is a table, or a list of such keys.
+            row_ids: whole numbers, shape (n,), each any number of times; for a list of keys a list of such.
+            out: an array of shape (n, …row_shape) and the dtype of the table, to fill; None: a new NumPy array.
+
+        Returns:
+            The rows in the order asked; for a list of keys a list of arrays. `out`, if it was given.
+
+        Raises:
+            KeyNotFound: nobody made a key.
+            NotAllowed: a key is no table, or has no such row; or one server has more than 128 MiB of the rows.
+            ShapeMismatch, DtypeMismatch: row ids are none, or an `out` does not fit.
+            NodeLost: a server that leads a part of a table died; with two replicas, also its backup.
+            RequestTimeout: a server does not answer, or the table is updated faster than the rows are read.
+        """
+        _check_may_block()
+        return self._cluster.row_sparse_pull(keys, row_ids, out)
 
     def version(self) -> int:
         """The newest step that is complete on all keys of the cluster; 0 before the first.

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvd.client.calls import checks
 from kvd.client.calls.bound_arrays import BoundArrays
@@ -15,7 +15,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, WrittenKeys, key_list, missing
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
-from kvd.client.calls.tables import table_error, unsupported_error
+from kvd.client.calls.tables import no_table_error, table_error
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import Array, Source
 from kvd.compute.optimizers import SliceState
@@ -25,6 +25,8 @@ from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 from kvd.tables.description import RowSparse
 from kvd.tables.table import Table
 from kvd.tables.wire import spec_of_table
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -110,6 +112,14 @@ class LocalKeys:
             promise.set_exception(self.written.restored(error))
         return Handle(promise)
 
+    def at_once(self, work: Callable[[], Result]) -> Result:
+        """What work returns; its errors are raised here, and not by a handle."""
+        try:
+            with self._lock:
+                return work()
+        except KvdError as error:
+            raise self.written.restored(error) from None
+
     def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
         """The same; an unobserved error is raised by a later call."""
         handle = self.unobserved.watch(names, self.answered(work))
@@ -151,10 +161,13 @@ class LocalKeys:
         table = self.tables.get(name)
         return self.entry(name).version if table is None else table.version
 
-    def check_no_tables(self, what: str) -> None:
-        """Raises NotAllowed, whose text begins with `what`, if there are tables, which this cannot be done with."""
-        for name in self.tables:
-            raise unsupported_error(self.written.of(name), what)
+    def table(self, name: str) -> TableEntry:
+        """Raises KeyNotFound, or NotAllowed if the key is no table."""
+        entry = self.tables.get(name)
+        if entry is None:
+            self.entry(name)  # raises KeyNotFound
+            raise no_table_error(self.written.of(name))
+        return entry
 
     def drop(self, name: str) -> None:
         """The key is gone."""

@@ -9,14 +9,16 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
-from kvd.client.calls.tables import check_export, no_table_error, pulled_rows, rows_at_once, rows_of, wanted_rows
+from kvd.client.calls.tables import check_export, pulled_rows, rows_at_once, rows_of, wanted_rows
 from kvd.client.calls.values import Array
-from kvd.client.local.keys import LocalKeys, TableEntry
+from kvd.client.local.keys import LocalKeys, TableEntry, table_spec
 from kvd.client.local.updates import LocalUpdates
 from kvd.node.table_file import Exported, write_table
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, Rows, rows_for
+from kvd.tables.stored_rows import StoredRows
 from kvd.tables.table import Table
+from kvd.tables.wire import table_of_spec
 
 
 class LocalTables:
@@ -26,27 +28,34 @@ class LocalTables:
         self._keys = keys
         self._updates = updates
 
-    def make(self, name: str, description: RowSparse, merge: str) -> None:
-        """Makes a table. `merge`: its own, or ""."""
-        self._keys.tables[name] = TableEntry(Table(description, name), merge)
+    def make(self, name: str, description: RowSparse, merge: str, begun: StoredRows | None) -> None:
+        """Makes a table, with the rows that it begins with. `merge`: its own, or ""."""
+        table = Table(table_of_spec(table_spec(description, merge)), name)  # which lets go of the given values
+        if begun is not None:
+            table.store(begun.ids, begun.rows, begun.slots)
+        self._keys.tables[name] = TableEntry(table, merge)
 
     def rows(self, values: Sequence[tuple[str, Any]], *, cast: bool) -> list[Rows]:
         """The rows that a call pushes to each of these tables.
 
         Raises:
-            KeyNotFound, NotAllowed: a key is no table, or tables take no push now.
+            KeyNotFound, NotAllowed: a key is no table.
             What `rows_for` raises.
         """
-        for name, _ in values:
-            self._updates.check_rows(name, self._entry(name))
         return [
-            rows_for(self._entry(name).table.description, self._key(name), value, cast=cast) for name, value in values
+            rows_for(self._keys.table(name).table.description, self._key(name), value, cast=cast)
+            for name, value in values
         ]
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises NotAllowed if a table takes no push now."""
+        for name in names:
+            self._updates.check_rows(name, self._keys.table(name))
 
     def push(self, names: Sequence[str], rows: Sequence[Rows], samples: int) -> None:
         """Updates these tables."""
         for name, pushed in zip(names, rows, strict=True):
-            entry = self._entry(name)
+            entry = self._keys.table(name)
             self._updates.apply_rows(name, entry, pushed, samples)
             entry.version += 1
 
@@ -56,9 +65,9 @@ class LocalTables:
         checks.priority_and_samples(priority)
 
         def work() -> Any:
-            wanted = wanted_rows(keys, row_ids, out, lambda name: self._entry(name).table.description, self._key)
+            wanted = wanted_rows(keys, row_ids, out, lambda name: self._keys.table(name).table.description, self._key)
             for name, ids, target in wanted:
-                table = self._entry(name).table
+                table = self._keys.table(name).table
                 table.read(ids, rows_of(target, table.description))
             return pulled_rows(keys, wanted, out)
 
@@ -71,7 +80,7 @@ class LocalTables:
 
         def work() -> int:
             name = keys.names[0]
-            entry = self._entry(name)
+            entry = self._keys.table(name)
             table, evicted = entry.table, None
             if since is None:
                 ids = table.ids()
@@ -86,13 +95,6 @@ class LocalTables:
 
     def unknown(self, key: Any, value: Any) -> None:
         """See `Tables.unknown`."""
-
-    def _entry(self, name: str) -> TableEntry:
-        entry = self._keys.tables.get(name)
-        if entry is None:
-            self._keys.entry(name)  # raises KeyNotFound
-            raise no_table_error(self._key(name))
-        return entry
 
     def _key(self, name: str) -> str | int:
         return self._keys.written.of(name)

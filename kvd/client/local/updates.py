@@ -13,6 +13,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
+from kvd.client.calls.row_states import check_fits
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import Entry, LocalKeys, TableEntry
 from kvd.compression import parse
@@ -24,6 +25,7 @@ from kvd.optimizer import Optimizer, with_hyperparameters
 from kvd.protocol.messages import ADD
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.row_values import Rows
+from kvd.tables.stored_rows import all_of
 
 
 class LocalUpdates:
@@ -89,7 +91,6 @@ class LocalUpdates:
             entry.table.assign(ids, rows)
         else:
             entry.table.update(optimizer_for(self._optimizer, name), ids, rows)
-        entry.table.evict()
 
     # ── the calls of a program ──
 
@@ -147,10 +148,10 @@ class LocalUpdates:
         def work() -> None:
             if self._optimizer is None:
                 raise NotAllowed("no optimizer is set, so there is no state to save: call set_optimizer first")
-            self._keys.check_no_tables("the file of optimizer states does not hold those of")
             content.optimizer = self._optimizer if dump_optimizer else None
             for name, entry in self._keys.entries.items():
                 content.steps[name], content.arrays[name] = exported(entry)
+            content.tables = {name: all_of(entry.table).without_rows() for name, entry in self._keys.tables.items()}
             content.write(file)
 
         return self._keys.answered(work)
@@ -168,10 +169,17 @@ class LocalUpdates:
             states[name] = loaded(step, arrays)
             if any(array.size != entry.value.size for array in arrays.values()):
                 raise NotAllowed(f"the state of {name!r} in {path} has another size than the key", key=name)
+        for name, stored in content.tables.items():
+            check_fits(self._keys.table(name).table.description, self._keys.written.of(name), stored)
         if content.optimizer is not None:
             self.adopt(content.optimizer)
         for name, state in states.items():
             self._keys.entries[name].state = state
+        for name, stored in content.tables.items():
+            table = self._keys.table(name).table
+            table.forget_optimizer()
+            table.store_state(stored.ids, stored.slots)
+            table.step = stored.updates
 
     def adopt(self, optimizer: Optimizer | None) -> None:
         """Update with an optimizer that came from a file. The states stay: they come from there as well. Those of

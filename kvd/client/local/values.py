@@ -23,7 +23,9 @@ from kvd.client.calls.values import (
     Target,
     check_alike,
     fresh_target,
+    in_places,
     pulled_values,
+    read_only,
     source_of,
     target_of,
     targets_by_name,
@@ -37,6 +39,7 @@ from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.worker.step_loops import Replay
 from kvd.errors import KeyExists
 from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.tables.first_rows import first_rows
 
 
 class LocalValues:
@@ -56,6 +59,7 @@ class LocalValues:
         sources = [source_of(entry, MAX_SLICE_BYTES, copy=True) for entry in values]
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
+        begun = {name: first_rows(description, self._keys.written.of(name)) for name, description in tables}
 
         def work() -> None:
             default = self._updates.merge
@@ -75,7 +79,7 @@ class LocalValues:
             for name, source in fresh:
                 self._keys.make(name, source)
             for name, description in new_tables:
-                self._tables.make(name, description, merges.get(name, ""))
+                self._tables.make(name, description, merges.get(name, ""), begun[name])
 
         return self._keys.watched(keys.names, work)
 
@@ -94,11 +98,12 @@ class LocalValues:
     def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
         names, values, tables = parted(keys, value, self._keys.is_table)
         sources = [source_of(entry, MAX_SLICE_BYTES, copy=False) for entry in values]
+        rows = self._keys.at_once(lambda: self._tables.rows(tables, cast=cast))
         if not self._steps.take_pushes(keys.names):
             return Handle.of(None)
 
         def work() -> None:
-            rows = self._tables.rows(tables, cast=cast)
+            self._tables.check([name for name, _ in tables])
             self._update(names, sources, samples, cast)
             self._tables.push([name for name, _ in tables], rows, samples)
 
@@ -113,14 +118,19 @@ class LocalValues:
             received = source.data.view(named_dtype(source.spec.dtype))
             self._updates.apply(name, entry, cast_values(received, entry.value.dtype), samples)
 
-    def pull(self, key: Any, out: Any, priority: int, cast: bool = False) -> Handle:
+    def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
         keys = self._keys.named(key)
         checks.priority_and_samples(priority)
         if cast and out is not None:
             outs = CastOuts(keys, out)
             return self._keys.answered(lambda: self._read_cast(keys, outs))
         targets = None if out is None else _targets(keys, out)
-        return self._keys.answered(lambda: self._read(keys, targets, out))
+        return self._keys.answered(lambda: self._read_only(keys) if view else self._read(keys, targets, out))
+
+    def _read_only(self, keys: KeyList) -> Any:
+        """Copies: what is stored is updated in place."""
+        arrays = [read_only(self._keys.entry(name).value_as_array().copy()) for name in keys.names]
+        return in_places(keys, arrays, shared=True)
 
     def _read(self, keys: KeyList, targets: list[Target] | None, out: Any) -> Any:
         """Writes the values into the targets of `out` (None: new arrays), and gives the result of the call."""
@@ -144,22 +154,25 @@ class LocalValues:
         copy: bool,
         reservation: Reservation | None,
         cast: bool = False,
+        view: bool = False,
     ) -> Handle:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         check_whole(keys, value, "pushpull", self._keys.is_table)
         out = value if out is None else out
-        outs = CastOuts(keys, out) if cast else None
-        targets, sources = [] if cast else _targets(keys, out), _sources(keys, value, copy=False)
-        if outs is None:
-            check_alike(keys, sources, targets)
-        else:
+        outs = CastOuts(keys, out) if cast and not view else None
+        targets, sources = [] if cast or view else _targets(keys, out), _sources(keys, value, copy=False)
+        if outs is not None:
             outs.check_shapes(sources)
+        elif not view:
+            check_alike(keys, sources, targets)
         is_wanted = self._steps.take_pushes(keys.names)
 
         def work() -> Any:
             if is_wanted:
                 self._update(keys.names, sources, samples, cast)
+            if view:
+                return self._read_only(keys)
             return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
         return self._keys.watched(keys.names, work)

@@ -99,6 +99,7 @@ TRANSITIONS: dict[MemberState, dict[MemberEvent, MemberState]] = {
 }
 LIVING = (MemberState.ACTIVE, MemberState.IDLE, MemberState.DONE, MemberState.BACK, MemberState.RETURNING)
 AFTER_A_LOSS = (MemberState.BACK, MemberState.RETURNING)
+_WITH_A_STEP = (MemberState.ACTIVE, MemberState.IDLE, MemberState.DEAD)  # which the others find out
 
 # What the next holder of a rank is told of the one before: a holder that is replaced while it lives counts as dead.
 AS_PREDECESSOR = {
@@ -249,6 +250,14 @@ class Roster:
             other.state in pushing and rank != seat.member.rank for rank, other in self._holders("worker").items()
         )
         return can_shrink or self.has_quorum_without([seat.member.rank])
+
+    def comes_in_before(self, seat: Seat) -> str | None:
+        """The worker after which this one can come in, if nobody takes part: two that come in at once choose a step
+        each, as no server can tell either where the others are."""
+        others = [(rank, member.state) for rank, member in self._holders("worker").items() if rank != seat.member.rank]
+        if seat.member.state is not MemberState.BACK or any(state in _WITH_A_STEP for _, state in others):
+            return None
+        return next((name_of("worker", rank) for rank, state in others if state is MemberState.RETURNING), None)
 
     def has_quorum_without(self, ranks: Collection[int]) -> bool:
         """Whether so many workers take part besides these that the rounds need nobody else."""

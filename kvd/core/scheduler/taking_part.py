@@ -74,6 +74,10 @@ class TakingPart:
             return Outcome(False, Done(message.request))
         if message.taking is Taking.ARRIVED:
             seat.came_in = message.place
+        first = self._roster.comes_in_before(seat) if message.taking is Taking.IN else None
+        if first is not None:
+            text = f"{first} comes in first, as nobody takes part"
+            return Outcome(False, Refused(message.request, ErrorCode.NOT_ALLOWED, text))
         self._gatherings.points.withdraw(seat.member.rank)
         was_late = seat.is_late
         reason = seat.member.reason if was_late and message.taking is Taking.IN else ""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.machine import Export, KeepRows, KeptRows, Peer, ReadStored, Span
+from kvd.core.machine import Export, KeepRows, KeptRows, Peer, ReadStored, Span, TableVersion
 from kvd.core.places import PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import OptimizerState
 from kvd.core.server.rounds import Record, SliceLog
 from kvd.core.server.slice_states import PAGE_NBYTES
+from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, to_wire
 from kvd.protocol.messages import Capture, Captured, CapturedSlice, CaptureWhen, FetchCaptured, Reached, SliceId
 
@@ -57,6 +58,22 @@ def kept_slice(
     return KeptSlice(asked, spans, log.version, log.step, state.step, slots, optimizer, _reached(log), rows)
 
 
+def rows_nbytes(slice_: Slice) -> int:
+    """The memory of a copy of a part of a table; of other slices 0."""
+    version = slice_.log.current
+    return version.nbytes if isinstance(version, TableVersion) else 0
+
+
+def no_room(slices: Iterable[Slice], error_of: Callable[[str, int], str]) -> tuple[Slice, NotAllowed] | None:
+    """The first of these slices for a copy of which there is no memory, and the error; None: there is enough."""
+    needed = 0
+    for slice_ in slices:
+        needed += rows_nbytes(slice_)
+        if needed and (text := error_of(slice_.key, needed)):
+            return slice_, NotAllowed(text, key=slice_.key)
+    return None
+
+
 def copy_of(slice_: Slice, job: int) -> Export | KeepRows:
     """The job that copies what the next update of a slice changes in place."""
     if slice_.spec.table is not None:
@@ -89,6 +106,7 @@ class OpenCapture:
         waiting: its requests that are not answered, by number.
         wanted: the slices that they wait for.
         answered: what it was answered, by the number of the request.
+        copying_nbytes: of rows of tables that are being copied.
     """
 
     sender: int
@@ -99,11 +117,30 @@ class OpenCapture:
     waiting: dict[int, CaptureRequest] = field(default_factory=dict)
     wanted: dict[Slice, CaptureRequest] = field(default_factory=dict)
     answered: dict[int, Captured] = field(default_factory=dict)
+    copying_nbytes: int = 0
+
+    @property
+    def copied_nbytes(self) -> int:
+        """The memory of rows of tables, which are copies."""
+        return self.copying_nbytes + sum([kept.rows.nbytes for kept in self.kept.values() if kept.rows is not None])
 
     def has(self, slice_id: SliceId, message: Capture) -> bool:
         """Whether what is kept of the slice is what the message asks for."""
         kept = self.kept.get(slice_id)
         return kept is not None and message.when is not CaptureWhen.AS_IT_IS and kept.asked == message.step
+
+    def validate(self) -> None:
+        """Raises AssertionError unless each wanted slice is before its moment, or about to be captured, and has one
+        request that counts it."""
+        for request in self.waiting.values():
+            missing = [slice_ for slice_ in request.slices if self.wanted.get(slice_) is request]
+            assert len(missing) == request.remaining > 0, "a capture counts its missing slices wrongly"
+            for slice_ in missing:
+                assert slice_.slice_id not in self.kept, f"a slice of {slice_.key!r} is kept, and waited for"
+                gone = slice_.group.is_gone
+                assert gone or not is_past(request.message, slice_.log), f"{slice_.key!r} is past its moment"
+        assert sum(request.remaining for request in self.waiting.values()) == len(self.wanted), "one has ended"
+        assert self.copying_nbytes >= 0, "copies are counted wrongly"
 
     def due(self, group: FusedGroup, moment_after: int) -> dict[Slice, CaptureRequest]:
         """The wanted slices of a group whose moment ends with the round that has closed, and who wants them."""
@@ -128,6 +165,15 @@ def next_moment(log: SliceLog, record: Record) -> int:
 
 def is_past(message: Capture, log: SliceLog) -> bool:
     return message.when is not CaptureWhen.AS_IT_IS and moment(log) > message.step
+
+
+def is_there(message: Capture, log: SliceLog, is_over: Callable[[int], bool]) -> bool:
+    """Whether the slice, which is not past it, is at the moment for good."""
+    if message.when is CaptureWhen.COMPLETE and log.sync:
+        return log.version == message.step or is_over(message.step)
+    if message.when is CaptureWhen.COMPLETE:
+        return log.version == message.step
+    return message.when is not CaptureWhen.BEFORE_NEXT
 
 
 def _reached(log: SliceLog) -> tuple[Reached, ...]:

@@ -27,16 +27,19 @@ from kvd.core.server.captured import (
     captured,
     copy_of,
     is_past,
+    is_there,
     kept_slice,
     next_moment,
+    no_room,
     page_of,
+    rows_nbytes,
 )
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import OptimizerState
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.readings import Readings
-from kvd.core.server.rounds import Record, SliceLog
+from kvd.core.server.rounds import Record
 from kvd.errors import KvdError
 from kvd.optimizer import Optimizer
 from kvd.protocol.messages import (
@@ -59,6 +62,7 @@ class Captures:
 
     Args:
         advance: goes on with a group.
+        copy_error: why there is no memory to copy so many bytes of a table; empty if there is.
     """
 
     def __init__(
@@ -68,12 +72,14 @@ class Captures:
         effects: ServerEffects,
         readings: Readings,
         advance: Callable[[FusedGroup], None],
+        copy_error: Callable[[str, int], str],
     ) -> None:
         self._view = view
         self._table = table
         self._effects = effects
         self._readings = readings
         self._advance = advance
+        self._copy_error = copy_error
         self._open: OpenCapture | None = None
         self._ended = (0, 0)  # the sender and number of the one before
         self._now = 0.0
@@ -95,8 +101,7 @@ class Captures:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        own = self._open
-        if own is None:
+        if (own := self._open) is None:
             return None
         return min(own.expires_at, own.look_at) if own.wanted else own.expires_at
 
@@ -189,10 +194,9 @@ class Captures:
             return
 
         def read(job: JobDone) -> None:
-            if job.error is not None:
-                self._effects.send(event.peer, refusal_of(message.request, job.error))
-            else:
-                self._effects.send(event.peer, Values(message.request, (found[0].version,)), (job.result,))
+            failed = None if job.error is None else refusal_of(message.request, job.error)
+            values = Values(message.request, (found[0].version,))
+            self._effects.send(event.peer, failed or values, () if failed else (job.result,))
 
         self._effects.start_job(partial(page_of, found[0], message), read)
 
@@ -215,8 +219,19 @@ class Captures:
     @property
     def kept_nbytes(self) -> int:
         """Bytes that are kept, as far as they are not the present versions."""
-        own = self._open
-        return 0 if own is None else sum(kept.nbytes for kept in own.kept.values())
+        return 0 if self._open is None else sum(kept.nbytes for kept in self._open.kept.values())
+
+    @property
+    def copied_nbytes(self) -> int:
+        """The memory of rows of tables, which are copies."""
+        return 0 if self._open is None else self._open.copied_nbytes
+
+    def give_up(self) -> bool:
+        """Others need the memory of the copies: the operator may try again. False: there are none."""
+        if self._open is None or not self.copied_nbytes:
+            return False
+        self._forget(self._open)
+        return True
 
     def before_apply(self, group: FusedGroup, record: Record, then: Callable[[], None]) -> None:
         """A round has closed, and will be applied when `then` is called: what it would replace is kept first."""
@@ -242,12 +257,8 @@ class Captures:
 
     def drop_slices(self, slices: Iterable[Slice]) -> None:
         """Another server leads them: the operator asks there."""
-        own = self._open
-        if own is None:
-            return
         for slice_ in slices:
-            request = own.wanted.get(slice_)
-            if request is not None:
+            if (own := self._open) is not None and (request := own.wanted.get(slice_)) is not None:
                 self._close(own, request)
 
     # ── a group comes to the moment ──
@@ -256,7 +267,7 @@ class Captures:
         """Whether wanted slices of the group are at their moment, or past it."""
         if group.is_gone or not own.wanted:
             return
-        is_there = False
+        found = False
         for slice_ in group.slices:
             request = own.wanted.get(slice_)
             if request is None:
@@ -264,18 +275,10 @@ class Captures:
             if is_past(request.message, group.log):
                 self._pass(own, request)
             else:
-                is_there = is_there or self._is_there(request.message, group.log)
-        if is_there:
+                found = found or is_there(request.message, group.log, self._readings.is_over)
+        if found:
             group.tasks.append(partial(self._between_rounds, own, group))
             self._advance(group)
-
-    def _is_there(self, message: Capture, log: SliceLog) -> bool:
-        """Whether the slice, which is not past it, is at the moment for good."""
-        if message.when is CaptureWhen.COMPLETE and log.sync:
-            return log.version == message.step or self._readings.is_over(message.step)
-        if message.when is CaptureWhen.COMPLETE:
-            return log.version == message.step
-        return message.when is not CaptureWhen.BEFORE_NEXT
 
     def _between_rounds(self, own: OpenCapture, group: FusedGroup) -> None:
         """No round of the group is being applied, and none is before `go_on`."""
@@ -289,7 +292,7 @@ class Captures:
             for slice_ in group.slices
             if (request := own.wanted.get(slice_)) is not None
             and not is_past(request.message, group.log)
-            and self._is_there(request.message, group.log)
+            and is_there(request.message, group.log, self._readings.is_over)
         }
         if own is not self._open or group.is_gone or not due:
             go_on()
@@ -310,11 +313,16 @@ class Captures:
                 self._kept(own, slice_, request, OptimizerState(), None)
             then()
             return
+        if (refused := no_room(due, self._copy_error)) is not None:
+            self._fail(own, *refused)
+            then()
+            return
         remaining = len(due)
 
-        def exported(slice_: Slice, request: CaptureRequest, done: JobDone) -> None:
+        def exported(slice_: Slice, request: CaptureRequest, nbytes: int, done: JobDone) -> None:
             nonlocal remaining
             remaining -= 1
+            own.copying_nbytes -= nbytes
             if done.error is not None:
                 self._fail(own, slice_, done.error)
             elif not group.is_gone:
@@ -324,7 +332,8 @@ class Captures:
                 then()
 
         for slice_, request in due.items():
-            self._effects.start_job(partial(copy_of, slice_), partial(exported, slice_, request))
+            own.copying_nbytes += (nbytes := rows_nbytes(slice_))
+            self._effects.start_job(partial(copy_of, slice_), partial(exported, slice_, request, nbytes))
 
     def _kept(
         self,
@@ -385,16 +394,6 @@ class Captures:
     # ── invariants ──
 
     def validate(self) -> None:
-        """Raises AssertionError unless each wanted slice is before its moment, or about to be captured, and has one
-        request that counts it."""
-        own = self._open
-        if own is None:
-            return
-        for request in own.waiting.values():
-            missing = [slice_ for slice_ in request.slices if own.wanted.get(slice_) is request]
-            assert len(missing) == request.remaining > 0, "a capture counts its missing slices wrongly"
-            for slice_ in missing:
-                assert slice_.slice_id not in own.kept, f"a slice of {slice_.key!r} is kept, and waited for"
-                gone = slice_.group.is_gone
-                assert gone or not is_past(request.message, slice_.log), f"{slice_.key!r} is past its moment"
-        assert sum(request.remaining for request in own.waiting.values()) == len(own.wanted), "a capture that has ended"
+        """Raises AssertionError unless the open capture is consistent."""
+        if self._open is not None:
+            self._open.validate()

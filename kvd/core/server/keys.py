@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from kvd.core.machine import TableVersion
@@ -75,10 +75,16 @@ class KeyTable:
         """The memory of the parts of tables, which `bytes_led` does not have: it changes with each push."""
         return sum([_version(slice_).nbytes for slice_ in self._parts]) if self._parts else 0
 
-    @property
-    def pushed_rows_nbytes(self) -> int:
-        """Bytes that were pushed to tables, and are in no version yet."""
-        return sum([slice_.log.unapplied_nbytes for slice_ in self._parts]) if self._parts else 0
+    def pushed_rows_need(self, need: Callable[[KeySpec, int], int]) -> int:
+        """What is needed for the bytes that were pushed to tables, and are in no version yet.
+
+        Args:
+            need: of so many bytes that were pushed to such a table.
+        """
+        if not self._parts:
+            return 0
+        waiting = [(slice_.spec, nbytes) for slice_ in self._parts if (nbytes := slice_.log.unapplied_nbytes)]
+        return sum([need(spec, nbytes) for spec, nbytes in waiting])
 
     def _count(self, slice_: Slice) -> None:
         self.bytes_led += slice_.nbytes

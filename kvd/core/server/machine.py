@@ -153,6 +153,8 @@ class ServerMachine:
             lambda: replicas.nbytes,
             lambda: replicas.table_nbytes,
             lambda: waiters.pending.row_ids_nbytes,
+            lambda: captures.copied_nbytes,
+            lambda: captures.give_up(),
             lambda: self._control.optimizer,
         )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
@@ -176,7 +178,9 @@ class ServerMachine:
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
         readings = Readings(session.view, self.table, effects, participants, elsewhere)
-        captures = Captures(session.view, self.table, effects, readings, lambda group: self._pushes.advance(group))
+        captures = Captures(
+            session.view, self.table, effects, readings, lambda group: self._pushes.advance(group), use.copy_error
+        )
         self._readers = _Readers(readings, captures)
         targets = TargetResolver(session, self.table, batches, attachments, effects, records, elsewhere)
         self._pushes = pushes = Pushes(

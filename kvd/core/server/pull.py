@@ -14,6 +14,7 @@ from kvd.core.server.pending import Pending
 from kvd.core.server.targets import PushTarget, TargetResolver
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ANY_CLOCK, NO_RANK, ErrorCode, Pull, PullBatch, PullRows
+from kvd.protocol.specs import ROW_ID_BYTES
 
 
 class Pulls:
@@ -61,18 +62,32 @@ class Pulls:
             self._wait_or_answer(event, pull.request, rank, targets)
 
     def pull_rows(self, event: Received, pull: PullRows) -> None:
-        rank = self._attachments.rank_of(event, pull.request)
-        if rank is None or self._waiters.joins_open(event, pull.request):
+        if self._waiters.joins_open(event, pull.request):
+            return
+        rank = self._attachments.find(event.sender)
+        if rank is None and pull.part.clock != ANY_CLOCK and not self._targets.has_version(pull.part):
+            self._attachments.rank_of(event, pull.request)  # which tells the sender, a worker then, to attach
             return
         target = self._targets.of_rows(event, pull)
         if target is None:
             return
         group = target.group
+        if rank is None:
+            self._read_rows(event, pull, target)
+            return
         waits = target.clock != ANY_CLOCK and group.log.committed_clock(rank) < target.clock
         if waits and (text := self._memory_error(group.key, event.nbytes)):
             self._effects.refuse(event.peer, pull.request, ErrorCode.NOT_ALLOWED, text, group.key)
         else:
             self._wait_or_answer(event, pull.request, rank, [target], Span(event.payload, 0, event.nbytes))
+
+    def _read_rows(self, event: Received, pull: PullRows, target: PushTarget) -> None:
+        """A reader wants rows of the newest version, or of one that is there: it waits for nothing."""
+        rows_nbytes = event.nbytes // ROW_ID_BYTES * target.group.slices[0].spec.row_nbytes
+        if text := self._memory_error(target.group.key, rows_nbytes):
+            self._effects.refuse(event.peer, pull.request, ErrorCode.NOT_ALLOWED, text, target.group.key)
+        else:
+            self._wait_or_answer(event, pull.request, NO_RANK, [target], Span(event.payload, 0, event.nbytes))
 
     def _wait_or_answer(
         self,

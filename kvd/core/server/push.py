@@ -56,6 +56,7 @@ from kvd.protocol.messages import (
     ABSENT,
     MAX_TEXT_CHARS,
     ErrorCode,
+    MergedForm,
     Push,
     PushBatch,
     Refused,
@@ -133,13 +134,19 @@ class Pushes:
     def _is_decoded_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
         """Whether the payload has become what the key needs; otherwise the sender is told."""
         group, coding = targets[0].group, push.coding
+        code = ErrorCode.PROTOCOL_ERROR
         if event.fault:
             text = f"a push of key {group.key!r} cannot be decoded here: {event.fault}"
-        elif coding is None or (len(targets) == 1 and coding.wanted == group.dtype):
+        elif coding is None:
             return True
+        elif len(targets) == 1 and coding.wanted == group.dtype:
+            text = "" if coding.merged is MergedForm.PLAIN else self._memory.encoded_error(group.key)
+            code = ErrorCode.NOT_ALLOWED
+            if not text:
+                return True
         else:
             text = f"key {group.key!r} has dtype {group.dtype}, and takes a value of {coding.wanted} by itself only"
-        self._effects.refuse(event.peer, push.request, ErrorCode.PROTOCOL_ERROR, text, group.key)
+        self._effects.refuse(event.peer, push.request, code, text, group.key)
         return False
 
     # ── admit, wait ──
@@ -151,7 +158,7 @@ class Pushes:
         first = targets[0].slice
         memory_error = None
         if first is not None and first.spec.table:
-            memory_error = partial(self._memory.row_error, first.key, event.nbytes)
+            memory_error = partial(self._memory.row_error, first.key, first.spec, event.nbytes)
         decisions = admit(
             push,
             request,

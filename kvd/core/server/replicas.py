@@ -87,12 +87,12 @@ class Replicas:
     @property
     def nbytes(self) -> int:
         """Bytes of the slices that are held, once each; without tables."""
-        return sum(held.table.bytes_led for held in self._held.values())
+        return sum([held.table.bytes_led for held in self._held.values()]) if self._held else 0
 
     @property
     def table_nbytes(self) -> int:
         """The memory of parts of tables that are held."""
-        return sum(held.table_nbytes for held in self._held.values())
+        return sum([held.table_nbytes for held in self._held.values()]) if self._held else 0
 
     def is_handing_over(self) -> bool:
         """Whether this server is to lead slices whose last records are not applied yet."""

@@ -42,10 +42,19 @@ class SliceJobs:
         return slice_
 
     def between_updates(
-        self, slice_: Slice, make: Callable[[int], Job], done: Callable[[JobDone, Callable[[], None]], None]
+        self,
+        slice_: Slice,
+        make: Callable[[int], Job],
+        done: Callable[[JobDone, Callable[[], None]], None],
+        is_refused: Callable[[], bool] = lambda: False,
     ) -> None:
         """Starts the job when no update of the slice runs. None begins before `done`, which gets its end, has called
-        what it gets besides."""
+        what it gets besides.
+
+        Args:
+            is_refused: asked when the turn of the job has come, as updates may have been made since: whether it is not
+                to run any more. Whoever wants it was told by then.
+        """
         group = slice_.group  # a group with tasks is not parted
 
         def go_on() -> None:
@@ -58,5 +67,11 @@ class SliceJobs:
             else:
                 done(job, go_on)
 
-        group.tasks.append(lambda: self._effects.start_job(make, ended))
+        def start() -> None:
+            if is_refused():
+                go_on()
+            else:
+                self._effects.start_job(make, ended)
+
+        group.tasks.append(start)
         self._advance(group)

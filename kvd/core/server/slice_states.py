@@ -15,6 +15,7 @@ from kvd.core.server.groups import Slice
 from kvd.core.server.records import LED_ELSEWHERE, Records
 from kvd.core.server.slice_jobs import SliceJobs
 from kvd.protocol.messages import (
+    STATE_OF_ROWS,
     Done,
     ErrorCode,
     FetchState,
@@ -24,6 +25,7 @@ from kvd.protocol.messages import (
     State,
     StoreState,
 )
+from kvd.protocol.specs import KeySpec
 
 PAGE_NBYTES = 4 << 20  # of rows
 
@@ -41,7 +43,7 @@ class SliceStates:
         effects: ServerEffects,
         records: Records,
         jobs: SliceJobs,
-        row_error: Callable[[str, int], str],
+        row_error: Callable[[str, KeySpec, int], str],
         is_changing: Callable[[], bool],
     ) -> None:
         self._effects = effects
@@ -108,7 +110,13 @@ class SliceStates:
         def load(job: int) -> Load:
             return Load(job, message.key, message.index, message.step, message.slots, source)
 
-        self._jobs.between_updates(slice_, load, done)
+        def is_refused() -> bool:
+            is_late = self._was_pushed_to(event, message, slice_)
+            if is_late and slice_.loaded == (event.sender, message.request):
+                slice_.loaded, slice_.is_loading = before, False
+            return is_late
+
+        self._jobs.between_updates(slice_, load, done, is_refused)
 
     def _is_refused(self, event: Received, message: StoreState, slice_: Slice) -> bool:
         """Whether it cannot be stored; the sender was told."""
@@ -119,12 +127,21 @@ class SliceStates:
             return True
         if slice_.spec.table is None:
             return False
-        text = self._row_error(key, event.nbytes)
-        if slice_.log.version:
-            text = f"table {key!r} was pushed to: rows are stored in a new table, as restore makes it"
+        if self._was_pushed_to(event, message, slice_):
+            return True
+        text = self._row_error(key, slice_.spec, event.nbytes)
         if text:
             self._effects.refuse(event.peer, request, ErrorCode.NOT_ALLOWED, text, key)
         return bool(text)
+
+    def _was_pushed_to(self, event: Received, message: StoreState, slice_: Slice) -> bool:
+        """Whether rows that are stored could undo a push, or do so by the time when it is their turn; the sender was
+        told. The optimizer's state alone undoes none."""
+        if slice_.spec.table is None or not slice_.log.version or message.slots == STATE_OF_ROWS:
+            return False
+        text = f"table {message.key!r} was pushed to: rows are stored in a new table, as restore makes it"
+        self._effects.refuse(event.peer, message.request, ErrorCode.NOT_ALLOWED, text, message.key)
+        return True
 
     def _came_before(self, event: Received, message: StoreState, slice_: Slice) -> bool:
         """Whether it is stored, or being stored, or has to wait: a second load would undo the updates since the

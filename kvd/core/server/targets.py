@@ -88,6 +88,11 @@ class TargetResolver:
             return self._of_rows(event, message, slices, clocks)
         return self.of_slices(event, message.request, slices, clocks, push=isinstance(message, Push))
 
+    def has_version(self, part: Part) -> bool:
+        """Whether the part of a key is here, trained in rounds, and not older than the version that is wanted."""
+        slice_ = self._table.slices.get((part.key, part.slice_index))
+        return slice_ is not None and slice_.log.sync and part.clock <= slice_.log.version
+
     def of_rows(self, event: Received, message: PullRows) -> PushTarget | None:
         """The part of a table whose rows are wanted; None if it was answered here."""
         slices = self._slices(event, message.request, [message.part])

@@ -139,7 +139,7 @@ class Waiters:
                 text = str(job.error)[:MAX_TEXT_CHARS]
                 self.fail(pending, Refused(pending.request, code_of(job.error), text, key))
                 return
-            if not group.log.sync:
+            if not group.log.sync and waiting.rank != NO_RANK:
                 group.log.was_sent(waiting.rank, version)
             pending.spans[0], pending.versions[0] = (job.result,), version
             pending.remaining -= 1

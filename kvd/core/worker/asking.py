@@ -49,6 +49,15 @@ class Asker:
         self._last_request += 1
         return self._last_request
 
+    def skip(self, count: int) -> None:
+        """So many numbers were used, from `next_number` on."""
+        self._last_request += count
+
+    @property
+    def next_number(self) -> int:
+        """What `number` will give; it is not taken yet."""
+        return self._last_request + 1
+
     def ask(
         self,
         call: Call | None,

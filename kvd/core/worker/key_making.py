@@ -15,6 +15,7 @@ from kvd.core.membership import ViewState
 from kvd.core.requests import Item
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import Call
+from kvd.core.worker.first_rows import FirstRows
 from kvd.core.worker.key_directory import by_home, in_messages
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_messages
@@ -32,6 +33,7 @@ class _Making:
 
     call: Call
     keys: list[WorkerKey]
+    items: list[Item]  # of the keys
     ended: Ended  # told of each key when it is live, or cannot be made
     remaining: int  # messages that are not answered
     is_outdated: bool = False  # a server wants a larger creation
@@ -46,6 +48,7 @@ class KeyMaking:
         self._servers = servers
         self._plans = plans
         self._asker = asker
+        self._first_rows = FirstRows(asker)
         self._creation = 0  # of the keys that are made next: larger than those of the keys known to be deleted
 
     def make(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
@@ -79,7 +82,7 @@ class KeyMaking:
         if not keys:
             return
         plans = plan_messages(keys, slice_bytes, with_specs=True)
-        making = _Making(call, keys, ended, len(plans))
+        making = _Making(call, keys, [item for _, item in wanted], ended, len(plans))
         make_again = partial(self._store, call, wanted, ended)
         for plan in plans:
             specs, places = _numbered([keys[item] for item in plan.items])
@@ -118,9 +121,30 @@ class KeyMaking:
         if making.remaining == 0 and making.is_outdated:
             make_again()
         elif making.remaining == 0:
-            self._publish(making.call, [key for n, key in enumerate(making.keys) if n not in making.errors], making)
-            for number, failure in making.errors.items():
-                making.ended(making.keys[number], failure)
+            self._fill(making)
+
+    # ── tables get the rows that they begin with ──
+
+    def _fill(self, making: _Making) -> None:
+        filled = [place for place, item in enumerate(making.items) if item.pages and place not in making.errors]
+        making.remaining = len(filled)
+        for place in filled:
+            done = partial(self._filled, making, place)
+            self._first_rows.put(making.call, making.keys[place], making.items[place], done)
+        if not filled:
+            self._made(making)
+
+    def _filled(self, making: _Making, place: int, error: KvdError | None) -> None:
+        if error is not None:
+            making.errors.setdefault(place, error)
+        making.remaining -= 1
+        if making.remaining == 0:
+            self._made(making)
+
+    def _made(self, making: _Making) -> None:
+        self._publish(making.call, [key for n, key in enumerate(making.keys) if n not in making.errors], making)
+        for number, failure in making.errors.items():
+            making.ended(making.keys[number], failure)
 
     # ── and are published ──
 

@@ -49,6 +49,7 @@ from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
+from kvd.core.worker.lane import Lane
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.moves import Moves
@@ -135,7 +136,13 @@ class WorkerMachine:
             taking_part.view_changed,
             standing.view_changed,
         )
-        self._validated = (session, keys, calls, outbox, queue, self._waits, deletions)
+        self._has_lanes = settings.lanes
+        self._lane = Lane(
+            session, servers, taking_part, keys, plans, outbox, asker, calls, pushes, steps, self._waits, emit
+        )
+        self._deadline = NEVER  # of all but the lane
+        self._is_deadline_old = True
+        self._validated = (session, keys, calls, outbox, queue, self._waits, deletions, self._lane)
         barriers = BarrierCalls(asker, calls)
         returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
         self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
@@ -186,6 +193,37 @@ class WorkerMachine:
         effects = self._effects
         if effects:
             effects.clear()  # a step that raised has left them
+        if not self._takes_lane(event, now):
+            self._take_general_way(event, now)
+        done = effects[:]
+        effects.clear()  # drops our references: a buffer is free again when nobody refers to it
+        return done
+
+    def _takes_lane(self, event: Event, now: float) -> bool:
+        """Whether the lane has done all that there is to do. Otherwise no call is in flight there any more."""
+        nothing_is_due = not self._is_deadline_old and now < self._deadline and now < self._lane.due_at
+        if self._lane.is_busy:
+            if nothing_is_due and isinstance(event, Received) and self._lane.take(event, now):
+                return True
+            self._materialize()
+        elif nothing_is_due and isinstance(event, LocalCall) and isinstance(event.request, requests.Transfer):
+            return self._has_lanes and self._lane.begin(event, event.request, now)
+        return False
+
+    def _materialize(self) -> None:
+        """The call in the lane becomes an ordinary one, which has sent what the lane has sent."""
+        flight = self._lane.give_up()
+        call = self._calls.accept(flight.event, flight.begun)
+        self._waits.note(call)
+        self._queue.enter_transfer(call, flight.transfer)
+        self._outbox.pump(flight.begun)
+        for answer, at in flight.answers:
+            self._receive(answer, at)
+        self._effects.clear()  # all this was done before
+
+    def _take_general_way(self, event: Event, now: float) -> None:
+        effects = self._effects
+        self._is_deadline_old = True
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, LocalCall):
@@ -212,15 +250,15 @@ class WorkerMachine:
             effects += self.session.tick(now)
         effects += self._outbox.due(now)
         effects += self._outbox.pump(now)
-        done = effects[:]
-        effects.clear()  # drops our references: a buffer is free again when nobody refers to it
-        return done
 
     def next_deadline(self) -> float | None:
-        earliest = self._waits.due_at
-        for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
-            if at is not None and at < earliest:
-                earliest = at
+        if self._is_deadline_old:
+            self._deadline = self._waits.due_at
+            for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
+                if at is not None and at < self._deadline:
+                    self._deadline = at
+            self._is_deadline_old = False
+        earliest = min(self._deadline, self._lane.due_at)
         return None if earliest == NEVER else earliest
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
@@ -228,8 +266,8 @@ class WorkerMachine:
             "role": self.session.identity.role,
             "rank": self.session.rank,
             "view": list(self.epoch),
-            "calls_open": len(self._calls),
-            "requests_open": len(self._outbox),
+            "calls_open": len(self._calls) + self._lane.is_busy,
+            "requests_open": len(self._outbox) + self._lane.is_busy,
             "clocks": self._clocks.explain(),
         }
 
@@ -250,7 +288,7 @@ class WorkerMachine:
 
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
-        return self._clocks.has_pushed(name)
+        return self._lane.pushes(name) or self._clocks.has_pushed(name)
 
     def stopped(self) -> Stopped | None:
         """Where the program of a predecessor stopped that did not leave in good order; None without one."""

@@ -46,7 +46,7 @@ class MessagePlans:
     def __init__(self, view: ViewState, *, batches: bool) -> None:
         self._view = view
         self._batches = batches
-        self._plans: dict[tuple[tuple[WorkerKey, ...], tuple[int, ...]], list[MessagePlan]] = {}
+        self._plans: dict[tuple[tuple[WorkerKey | None, ...], tuple[int, ...]], list[MessagePlan]] = {}
         self._last_batch = 0
 
     def of(self, keys: Sequence[WorkerKey], without: tuple[int, ...] = ()) -> list[MessagePlan]:
@@ -62,6 +62,10 @@ class MessagePlans:
                 self._plans.clear()
             plans = self._plans[call] = plan_messages(keys, self._view.settings.slice_bytes, without=without)
         return plans
+
+    def known_of(self, keys: tuple[WorkerKey | None, ...]) -> list[MessagePlan] | None:
+        """The plans of a call on these keys, if one was made before."""
+        return self._plans.get((keys, ()))
 
     def clear(self) -> None:
         """A key was placed: plans from before may name the wrong partitions."""

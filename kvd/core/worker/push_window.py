@@ -120,6 +120,12 @@ def end_reads(windows: Sequence[PushWindow]) -> None:
         window.reading -= 1
 
 
+def count_rounds(windows: Sequence[PushWindow]) -> None:
+    """A push of each key was made and is settled: `begin_pushes` and `settle_pushes` in one."""
+    for window in windows:
+        window.clock += 1
+
+
 def mark_failing(windows: Sequence[PushWindow]) -> None:
     """The first message of an open push was refused. Until the others are answered, no push follows."""
     for window in windows:

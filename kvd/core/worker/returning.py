@@ -58,6 +58,7 @@ class Returning:
         participation: Participation,
         clocks: WorkerClocks,
     ) -> None:
+        self._session = session
         self._view = session.view
         self._servers = servers
         self._keys = keys
@@ -102,8 +103,12 @@ class Returning:
     def _is_alone(self) -> bool:
         """Whether no other worker takes part: there is nobody to keep step with. A dead one that is not lost does: the
         rounds wait for it."""
-        workers = [member for member in self._view.members.values() if member.role == "worker"]
-        return not any(member.state in (*TAKING_PART, MemberState.DEAD) for member in workers)
+        others = [
+            member.state
+            for member in self._view.members.values()
+            if member.role == "worker" and member.rank != self._session.rank
+        ]
+        return not any(state in (*TAKING_PART, MemberState.DEAD) for state in others)
 
     def _where_are(self, call: Call, then: Then, *, frozen: bool) -> None:
         def answered(answers: list[Received], error: KvdError | None) -> None:
@@ -146,7 +151,7 @@ class Returning:
             self._step_into(call, StepInto(0, 0, 0), START)
             return
         early = self._too_early_or_late(request, where.place)
-        if early is requests.Return.OVER or (early is not None and not is_alone):
+        if early is requests.Return.OVER or (early is not None and not (is_alone and self._is_alone())):
             self._participation.step_out()
             self._calls.complete(call, requests.Returned(early))
             return

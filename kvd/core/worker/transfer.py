@@ -125,6 +125,8 @@ class Transfer:
         error = self._error(call, transfer)
         if error is not None:
             return error
+        if transfer.finds is not None:
+            transfer.finds([key.spec for key in call.keys if key.spec is not None])
         is_left_out = transfer.push and self._participation.leaves_out(transfer.place)
         if is_left_out:
             transfer = replace(transfer, push=False, cast=False, some_encoded=False)
@@ -141,7 +143,7 @@ class Transfer:
             if transfer.sets_out is not None:
                 transfer.sets_out(clocks)
         elif takes_newest:
-            clocks = [ANY_CLOCK] * len(windows)
+            clocks = [ANY_CLOCK if transfer.at_version is None else transfer.at_version] * len(windows)
         else:
             clocks = [window.clock for window in windows]
         if transfer.pull and self._view.is_sync and (transfer.push or not takes_newest):

@@ -85,16 +85,17 @@ class Waits:
         soon = call.begun + self._soon_s
         if self._next_look <= soon and answer_s is not None and call.deadline > soon + self._soon_s:
             return  # the usual case: a look comes before this call is due for its first
-        at = self._first_look(call)
+        at = self.first_look(call.begun, call.deadline, call.answer_s)
         if at < self._next_look:
             self._next_look = at
             self._set_due()
 
-    def _first_look(self, call: Call) -> float:
-        at = call.begun + self._notice_s
-        if call.answer_s is not None:
-            at = min(at, call.begun + call.answer_s / LOOKS_PER_ANSWER)
-        return min(at, (call.begun + call.deadline) / 2)
+    def first_look(self, begun: float, deadline: float, answer_s: float | None) -> float:
+        """When a call is looked at for the first time, see LocalCall."""
+        at = begun + self._notice_s
+        if answer_s is not None:
+            at = min(at, begun + answer_s / LOOKS_PER_ANSWER)
+        return min(at, (begun + deadline) / 2)
 
     def _later_look(self, call: Call, notice_at: float, now: float) -> float:
         times = [now + max(now - call.begun, LEAST_GAP_S), notice_at, call.deadline - LAST_LOOK_S]
@@ -121,7 +122,9 @@ class Waits:
 
     def _watch_of(self, call: Call) -> _Watched:
         watched = self._watched.get(call.number)
-        return watched or _Watched(self._first_look(call), call.begun + self._notice_s)
+        return watched or _Watched(
+            self.first_look(call.begun, call.deadline, call.answer_s), call.begun + self._notice_s
+        )
 
     def _set_due(self) -> None:
         self.due_at = min(self._next_look, self._looks.give_up_at)

@@ -12,6 +12,7 @@ from kvd.parallel.device_threads import DeviceThread, run_on_all
 from kvd.parallel.group.requests import RequestRules
 from kvd.parallel.group.split import SplitRule, common_batch_size, split_batch_axis
 from kvd.parallel.models.model import BindOptions, Executor, GradReq, Model, ModelDescription
+from kvd.parallel.models.row_gradients import check_same_kind
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class BoundModel:
         requests = self._rules.resolve(_names(data), list(description.params), _names(labels))
         previous = None if self.current is None else self.current.executors
         kept = previous if shared is None else self._executors_of(shared)
+        if shared is not None:
+            check_same_kind(description, shared.binding.description)
 
         def bind(index: int) -> Executor:
             samples = slices[index].stop - slices[index].start

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from kvd.errors import GradientAnomaly
 from kvd.parallel.models.model import Executor, GradientHook
+from kvd.parallel.models.row_gradients import elements_of
 
 #: Called with (place of the device in the group, name of the parameter) once a gradient is complete on that device.
 GroupGradientHook: TypeAlias = Callable[[int, str], None]
@@ -26,7 +27,7 @@ def gradient_hook(
         return None
 
     def complete(name: str) -> None:
-        if check_finite and not bool(executor.device.xp.isfinite(executor.grads[name]).all()):
+        if check_finite and not bool(executor.device.xp.isfinite(elements_of(executor.grads[name])).all()):
             raise GradientAnomaly(name, str(executor.device))
         for listener in listeners:
             listener(index, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from kvd.client.facades.blocking import KVStore
@@ -13,8 +12,9 @@ from kvd.parallel.batch import DataBatch, DataDesc
 from kvd.parallel.device import Array, Device, HostArray, Shape
 from kvd.parallel.device_threads import DeviceThread, run_on_all
 from kvd.parallel.group.binding import Binding, BoundModel
+from kvd.parallel.group.forward_pass import run_forward
 from kvd.parallel.group.gradient_hook import GroupGradientHook, gradient_hook
-from kvd.parallel.group.input_checks import DescLike, as_descs, fit_batch, part_of
+from kvd.parallel.group.input_checks import DescLike, as_descs, fit_batch
 from kvd.parallel.group.monitor import Monitor
 from kvd.parallel.group.monitoring import GroupMonitor, Metric, Monitors, update_metric
 from kvd.parallel.group.parameters import copy_in, copy_out
@@ -230,18 +230,8 @@ class DataParallelExecutorGroup:
         arrays, size = fit_batch(batch, self.binding, needs_labels, may_resize=self._reshapes)
         if size != self.get_batch_size():
             self.reshape(*self.binding.descs_for(size))
-        binding, threads = self.binding, self._bound.threads
         self._results.stage = Stage.BOUND
-
-        def run(index: int) -> None:
-            thread, inputs = threads[index], {}
-            for desc, array in arrays:
-                part = part_of(array, desc.batch_axis, binding.slices[index])
-                inputs[desc.name] = thread.buffer(replace(desc, shape=part.shape))
-                thread.device.put(inputs[desc.name], part)
-            binding.executors[index].forward(inputs, train)
-
-        run_on_all(threads, run)
+        run_forward(self._bound, arrays, train, None if self.pipeline is None else self.pipeline.rows)
         self._results.stage = Stage.OUTPUTS
 
     def backward(
@@ -372,6 +362,7 @@ class DataParallelExecutorGroup:
         """
         if self.pipeline is not None:
             self.pipeline.receive()
+            self.pipeline.rows.fetch_all(self._bound)
         copy_out(self.binding, arg_params, aux_params)
 
     def install_monitor(self, monitor: Monitor | GroupMonitor | None) -> None:

@@ -16,6 +16,7 @@ from kvd.parallel.group.input_checks import fitting, part_of
 from kvd.parallel.group.monitor import Monitor, gradient_name, mxnet_name
 from kvd.parallel.group.results import Results
 from kvd.parallel.models.model import Executor, MonitorHook
+from kvd.parallel.models.row_gradients import elements_of
 
 #: Called with (place of the device in the group, device, name, array) for the output of every layer.
 GroupMonitor: TypeAlias = Callable[[int, Device, str, Array], None]
@@ -63,7 +64,7 @@ class Monitors:
             to_host = executor.device.to_host
             yield from ((mxnet_name(name), to_host(array)) for name, array in executor.params.items())
             yield from ((mxnet_name(name), to_host(array)) for name, array in executor.aux.items())
-            yield from ((gradient_name(name), to_host(array)) for name, array in executor.grads.items())
+            yield from ((gradient_name(name), to_host(elements_of(array))) for name, array in executor.grads.items())
 
     def attach(self, executors: Sequence[Executor]) -> None:
         """These executors, one per device, take the place of those before."""

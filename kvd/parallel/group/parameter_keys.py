@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from kvd.client.facades.blocking import KVStore
 from kvd.errors import ConfigError, InputMismatch, KeyExists
 from kvd.parallel.device import HostArray
 from kvd.parallel.group.binding import Binding
 from kvd.parallel.group.parameters import host_arrays, write_means
+from kvd.tables.description import RowSparse
 
 #: For each store that this process has trained with: key → the pipeline that has the bound arrays of the key. Two
 #: pipelines with the same arrays would each write into what the other has sent.
@@ -41,13 +43,20 @@ class ParameterKeys:
         if len(set(map(str, self.params.values()))) < len(self.params):
             raise ConfigError("two parameters have one key", setting="names")
         self.states = {name: f"aux:{name}" for name in binding.description.aux}
+        self._tables = set(binding.description.row_sparse)
         self._kv = kv
         self._keys: dict[str, str | int] = {**self.params, **self.states}
 
     def init(self, binding: Binding) -> None:
-        """Make every key with rank 0's value, the mean over its devices. A key that is live keeps its value."""
-        values = host_arrays(binding, list(self._keys))
-        write_means(binding, values)
+        """Make every key with rank 0's value, the mean over its devices. A key that is live keeps its value. Those of
+        row-sparse parameters are tables."""
+        values: dict[str, Any] = {**host_arrays(binding, list(self._keys))}
+        if self._kv.rank == 0:  # the others' are not read
+            write_means(binding, values)
+        for name in self._tables:
+            value = values[name]
+            given = value if self._kv.rank == 0 else None
+            values[name] = RowSparse(shape=value.shape, dtype=value.dtype, values=given)
         errors: list[BaseException | None] = []
         handles = []
         for name, value in values.items():
@@ -83,7 +92,7 @@ class ParameterKeys:
     def bind(self, names: Sequence[str]) -> dict[str, tuple[HostArray, HostArray]]:
         """Name → the store's arrays for gradient and weight, of those parameters that no other pipeline owns."""
         owned: Collection[str] = _owners.get(self._kv, ())
-        free = [name for name in names if str(self.params[name]) not in owned]
+        free = [name for name in names if str(self.params[name]) not in owned and name not in self._tables]
         gradients, weights = self._kv.bind([self.params[name] for name in free])
         return dict(zip(free, zip(gradients, weights, strict=True), strict=True))
 

@@ -40,7 +40,10 @@ class ParameterSlot:
     Attributes:
         key: in the store.
         priority: of its pushes and pulls.
-        weights: on the host, as of the last step that `wait` has returned for.
+        weights: an array of this process for them.
+        is_viewed: the store's answer comes in a read-only array, which may lie in the memory of a server: `weights` is
+            not written.
+        viewed: that array, as of the last step that `wait` has returned for, until `take` has given it away.
         gradient: the sum over the devices, in memory that the store sends without a copy: not to be written to from
             the push until `wait` has returned. None: the store copies what it is given.
         local: the worker's own update; None where the store updates.
@@ -55,6 +58,8 @@ class ParameterSlot:
     gradient: HostArray | None
     local: LocalUpdate | None
     is_trained: bool
+    is_viewed: bool = False
+    viewed: HostArray | None = None
     ready: int = 0
     handle: Handle | None = None
 
@@ -63,15 +68,23 @@ class ParameterSlot:
         """Where the store's answer goes: the weights, or the merged gradient for a local update."""
         return self.weights if self.local is None else self.local.gradient
 
+    def take(self) -> HostArray:
+        """The weights on the host, as of the last step that `wait` has returned for. Nothing here refers to the memory
+        of a server any more."""
+        viewed, self.viewed = self.viewed, None
+        return self.weights if viewed is None else viewed
+
     def wait(self) -> None:
-        """Wait for the store's answer to this step's gradient. On return `weights` are those after the step.
+        """Wait for the store's answer to this step's gradient. On return `take` gives the weights after the step.
 
         Raises:
             What the store raised for the pushpull of the gradient, such as NodeLost or RequestTimeout.
         """
         if self.handle is None:
             return
-        self.handle.wait()
+        answer = self.handle.wait()
+        if self.is_viewed:
+            self.viewed = answer
         local = self.local
         if local is not None and local.done_for is not self.handle:
             flat = self.weights.reshape(-1), [local.gradient.reshape(-1)], local.spare.reshape(-1)
@@ -95,6 +108,8 @@ def make_slot(
     bound: tuple[HostArray, HostArray] | None,
     optimizer: Optimizer | None,
     is_trained: bool,
+    *,
+    is_viewed: bool = False,
 ) -> ParameterSlot:
     """The slot of one parameter.
 
@@ -102,12 +117,13 @@ def make_slot(
         own: a host array shaped and typed as the parameter.
         bound: the store's arrays for its gradient and its weights (``kv.bind``), if this pipeline may use them.
         optimizer: of the local update; None: the store updates.
+        is_viewed: where the store updates: its answer may lie in the memory of a server.
     """
     gradient, incoming = (None, own) if bound is None else bound
     if (incoming.shape, incoming.dtype) != (own.shape, own.dtype):
         incoming = own  # a key of another model: the pull that follows raises
     if optimizer is None or not is_trained:
-        return ParameterSlot(key, priority, incoming, gradient, None, is_trained)
+        return ParameterSlot(key, priority, incoming, gradient, None, is_trained, is_viewed)
     merged = np.empty_like(own) if incoming is own else incoming
     local = LocalUpdate(optimizer, merged, np.empty_like(own))
     return ParameterSlot(key, priority, own, gradient, local, is_trained)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from kvd.client.calls.backend import store_type
-from kvd.client.facades.blocking import KVStore, stopped_in_loop
+from kvd.client.facades.blocking import KVStore, backend_of, stopped_in_loop
 from kvd.compute.arrays import sum_devices
 from kvd.errors import ConfigError, InputMismatch, NotAllowed
 from kvd.optimizer import Optimizer, with_hyperparameters
@@ -22,6 +22,8 @@ from kvd.parallel.group.downloads import Downloads
 from kvd.parallel.group.parameter_keys import ParameterKeys
 from kvd.parallel.group.parameter_slot import make_slot
 from kvd.parallel.group.parameters import host_arrays, put_on_devices, write_means
+from kvd.parallel.group.table_parameters import TableParameters
+from kvd.transport.frames import INLINE_BELOW_BYTES
 
 #: ``"server"``: what comes back is the weight. ``"local"``: it is the merged gradient, and each worker updates.
 Update: TypeAlias = Literal["server", "local"]
@@ -41,9 +43,15 @@ class GradientPipeline:
     backward writes them, or their sum over several devices, where the servers of this host read them (``kv.bind``).
     The `grad_arrays` of a single CPU are those arrays: only read them between a backward and the next forward.
 
+    A row-sparse parameter (`Embedding` with ``sparse=True``) is a table of the store: the rows of its gradient are
+    pushed when backward is done, and each forward of a device pulls the rows that it reads. The other rows on the
+    devices are old, until ``get_params`` brings all of them.
+
     **In the next forward** (and in ``get_params``) the weights are waited for and copied to every device. Until then
     those on the devices are the old ones: a store may answer while backward still reads them. A backward without a
-    forward in between, as of another group that shares this one's arrays, waits too before it writes gradients.
+    forward in between, as of another group that shares this one's arrays, waits too before it writes gradients. CPUs
+    read weights of up to ``slice_bytes`` where they arrived, within a host in the memory of the server, so this is the
+    only copy. The model computes with arrays of its own, which torch needs to be writable.
 
     **Scale.** A group's gradient is that of the mean loss of this worker's batch. Merged with ``"mean"``, or
     ``"weighted"`` by the samples that each push reports (exact for unequal batches), it is that of the mean over all
@@ -56,12 +64,14 @@ class GradientPipeline:
         keys: parameter → key, of all parameters.
         clock: how many steps of this worker the store had counted when this was made: 0, unless the worker was
             restarted, or trained with these keys before.
+        rows: the row-sparse parameters.
         done_before: of these, the steps of a predecessor that died: the program continues after them.
         update: as given.
 
     Raises:
         ConfigError: ``update`` is unknown or lacks its optimizer; a parameter whose ``grad_req`` is ``"add"`` (when
             its sum is complete only the program knows: push it yourself); two parameters with one key.
+        NotAllowed: ``update="local"`` with row-sparse parameters: the store keeps their weights.
         InputMismatch: ``names`` has a name that is not a parameter.
         NotAllowed: ``update="local"`` with keys that were trained already: the store holds no weights then.
         ShapeMismatch, DtypeMismatch: the keys are of another model.
@@ -96,16 +106,21 @@ class GradientPipeline:
         trained = set(binding.trained)
         has_gpu = any(thread.device.is_cuda for thread in bound.threads)
         arrays = {} if has_gpu else self._parameter_keys.bind(binding.trained)
+        viewed_above, viewed_nbytes = INLINE_BELOW_BYTES, backend_of(kv).facts.viewed_nbytes
+        priorities = {name: -index for index, name in enumerate(self.keys)}
+        tables = {name: self.keys[name] for name in binding.description.row_sparse}
+        self.rows = TableParameters(kv, tables, priorities)
         self._slots = {
             name: make_slot(
                 self.keys[name],
-                -index,
+                priorities[name],
                 own,
                 arrays.get(name),
                 optimizer if update == "local" else None,
                 name in trained,
+                is_viewed=not has_gpu and viewed_above < own.nbytes <= viewed_nbytes,
             )
-            for index, (name, own) in enumerate(host_arrays(binding, list(self.keys)).items())
+            for name, own in host_arrays(binding, [name for name in self.keys if name not in tables]).items()
         }
         self._pull_all()  # after it, nothing that was sent before is still on its way
         self.update: Update = update
@@ -146,6 +161,8 @@ class GradientPipeline:
 
         The last device to complete it sends it, so a gradient waits here for those of the other devices.
         """
+        if name in self.rows:
+            return  # `end` sends it
         with self._lock:
             slot = self._slots[name]
             slot.ready += 1
@@ -161,6 +178,8 @@ class GradientPipeline:
                     self._hand_over(index, name, index == slot.ready - 1)
         if self._downloads is not None:
             self._downloads.drain()
+        self._has_sent = True
+        self.rows.push(self._bound, self._samples)
         self._in_step = False
 
     def receive(self) -> None:
@@ -175,9 +194,10 @@ class GradientPipeline:
         for name in coming:
             self._slots[name].wait()
         if coming:
-            self._to_devices({name: self._slots[name].weights for name in coming})
+            self._to_devices({name: self._slots[name].take() for name in coming})
         for name in coming:
             self._slots[name].handle = None
+        self.rows.wait()
 
     # ── outside the steps ──
 
@@ -270,9 +290,14 @@ class GradientPipeline:
             sum_devices(gradients, out=slot.gradient)
         value = list(gradients) if slot.gradient is None else slot.gradient
         self._has_sent = True
-        slot.handle = self.kv.pushpull_async(
-            slot.key, value, out=slot.incoming, priority=slot.priority, samples=self._samples
-        )
+        if slot.is_viewed:
+            slot.handle = self.kv.pushpull_async(
+                slot.key, value, priority=slot.priority, samples=self._samples, copy=False
+            )
+        else:
+            slot.handle = self.kv.pushpull_async(
+                slot.key, value, out=slot.incoming, priority=slot.priority, samples=self._samples
+            )
 
     def _to_devices(self, values: Mapping[str, HostArray]) -> None:
         """A group that shares a part of the parameters only has not all of the names."""
@@ -284,6 +309,9 @@ def _check_request(binding: Binding, optimizer: Optimizer | None, update: Update
         raise ConfigError(f'update={update!r} is neither "server" nor "local"', setting="update")
     if update == "local" and optimizer is None:
         raise ConfigError('update="local" needs the optimizer to update with', setting="optimizer")
+    tables = binding.description.row_sparse
+    if update == "local" and tables:
+        raise NotAllowed(f'update="local" keeps no weights in the store, and {tables[0]} is row-sparse: use "server"')
     requests = binding.executors[0].grad_req
     added = [name for name in binding.description.params if requests[name] == "add"]
     if added:

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from kvd.errors import NotAllowed
 from kvd.parallel.device import Array
 from kvd.parallel.models.bind_plan import BindPlan
-from kvd.parallel.models.model import GradientHook, GradReq, MonitorHook
+from kvd.parallel.models.model import GradientHook, GradReq, MonitorHook, RowReader
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Passes(Protocol):
     @property
     def loss(self) -> float | None:
         """The loss of the last forward for training; None if there was none, or the model does not tell it."""
+        ...
+
+    def set_row_reader(self, reader: RowReader | None) -> None:
+        """See `kvd.parallel.ReadsRows`."""
         ...
 
     def forward(self, inputs: Mapping[str, Array], step: int, is_train: bool) -> list[Array]:
@@ -113,6 +117,10 @@ class DeviceExecutor(Generic[P]):
     def use_gradients(self, arrays: Mapping[str, Array]) -> None:
         """See `kvd.parallel.Executor.use_gradients`."""
         self.passes.use_gradients(arrays)
+
+    def set_row_reader(self, reader: RowReader | None) -> None:
+        """See `kvd.parallel.ReadsRows`."""
+        self.passes.set_row_reader(reader)
 
     def forward(self, inputs: Mapping[str, Array], is_train: bool) -> list[Array]:
         """See `kvd.parallel.Executor.forward`. Also raises what the model raises for wrong values."""

@@ -20,6 +20,9 @@ GradReq: TypeAlias = Literal["write", "add", "null"]
 MonitorHook: TypeAlias = Callable[[str, Array], None]
 #: Called with the name of a parameter as soon as its gradient is complete.
 GradientHook: TypeAlias = Callable[[str], None]
+#: Called with the name of a row-sparse parameter and the ids of the rows that are read next, in any shape; it may write
+#: them into the parameter.
+RowReader: TypeAlias = Callable[[str, Array], None]
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,15 @@ class ModelDescription:
         aux: name → shape of each state that gradients do not train, such as running means.
         outputs: one description per output.
         has_loss: whether the model ends in a loss, so that backward needs no head gradients.
+        row_sparse: the parameters whose gradients are rows: such a gradient is a `kvd.RowSparseArray`, whose ids and
+            rows each backward replaces, and its executors are `ReadsRows`.
     """
 
     params: Mapping[str, Shape]
     aux: Mapping[str, Shape]
     outputs: tuple[DataDesc, ...]
     has_loss: bool
+    row_sparse: tuple[str, ...] = ()
 
 
 class BindOptions(TypedDict, total=False):
@@ -87,7 +93,8 @@ class Executor(Protocol):
 
     @property
     def grads(self) -> Mapping[str, Array]:
-        """Name → gradient array of each parameter whose request is not ``"null"``, in the order of `params`."""
+        """Name → gradient array of each parameter whose request is not ``"null"``, in the order of `params`. Of a
+        row-sparse parameter it is a `kvd.RowSparseArray` of arrays of the device, each id once."""
         ...
 
     @property
@@ -150,6 +157,14 @@ class Executor(Protocol):
 
     def set_monitor(self, hook: MonitorHook | None) -> None:
         """Call ``hook`` with the output of every layer from the next forward on; None ends it."""
+        ...
+
+
+class ReadsRows(Executor, Protocol):
+    """The executor of a model with row-sparse parameters, of which a forward reads a few rows."""
+
+    def set_row_reader(self, reader: RowReader | None) -> None:
+        """Call ``reader`` in each forward before the rows of a parameter are read; None ends it."""
         ...
 
 

@@ -15,6 +15,7 @@ from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import Departure, SetOptimizer
 from kvd.testing.process import Coroutine, PendingCall, Sleep
 from kvd.testing.simulator import Me, World, slices_of
+from kvd.testing.workloads.forms import VALUES, Forms
 from kvd.testing.workloads.steps import SIZE, Floats, begin_push, insist, item
 
 NAMES = ("a", "b", "c", "big")
@@ -35,6 +36,7 @@ class Generations:
     generations: int = 4
     steps: int = 3
     pace_s: float = 0.2
+    forms: Forms = VALUES
 
     def size(self, name: str, generation: int) -> int:
         return (SIZE if name == "big" else self.workers * self.steps) + generation // 2  # some stay alike
@@ -49,8 +51,7 @@ class Generations:
             if phase == 2 * generation:
                 if me.rank == 0:
                     yield from self.wait_until_all_have_deleted(generation)
-                sources = tuple(item(name, np.zeros(self.size(name, generation), np.float32)) for name in NAMES)
-                yield from self.make(sources)
+                yield from self.make(tuple([self.forms.first(name, self.size(name, generation)) for name in NAMES]))
                 phase = yield from self.pass_phase(phase)
             pushes = yield from self.use(me, generation)
             yield from insist(DeleteKeys(NAMES))
@@ -96,21 +97,21 @@ class Generations:
         for name in NAMES:
             with suppress(KeyNotFound):  # the predecessor has deleted it, and all others have, too
                 spec = yield from insist(DescribeKey(name))
-                if spec.shape != (self.size(name, generation),):
-                    me.world.fail(f"worker {me.rank} finds {name!r} with shape {spec.shape} in generation {generation}")
+                if not self.forms.is_made_so(name, self.size(name, generation), spec):
+                    me.world.fail(f"worker {me.rank} finds {name!r} as {spec} in generation {generation}")
                 clocks[name] = yield from insist(ClockOf(name))
         for clock in range(1, self.steps + 1):
             names = [name for name, before in clocks.items() if before < clock]
             if names:
-                items = tuple(item(name, self.gradient(name, generation, me.rank, clock)) for name in names)
-                pushes.append((yield from begin_push(Transfer(items, push=True, pull=False), clock)))
+                gradients = [self.gradient(name, generation, me.rank, clock) for name in names]
+                pushes.append((yield from begin_push(self.forms.push(names, gradients), clock)))
                 yield Sleep(self.pace_s)
         if clocks and generation % 3:
-            targets = {name: np.full(self.size(name, generation), np.nan, np.float32) for name in clocks}
-            pulls = tuple(item(name, None, target) for name, target in targets.items())
-            yield from insist(Transfer(pulls, push=False, pull=True))
-            for name, target in targets.items():
-                self.look_at(me, name, generation, target)
+            for size in sorted({self.size(name, generation) for name in clocks}):
+                names = [name for name in clocks if self.size(name, generation) == size]
+                found, _ = yield from self.forms.pull(names, size)
+                for name, value in found.items():
+                    self.look_at(me, name, generation, value)
         return pushes
 
     def gradient(self, name: str, generation: int, rank: int, clock: int) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,18 +13,17 @@ from kvd.core.requests import Depart, Flush, Item, Transfer
 from kvd.errors import KvdError, RequestTimeout
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
-from kvd.testing.copies import is_counted
 from kvd.testing.process import Coroutine, PendingCall, Process, Sleep
 from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.forms import VALUES, Forms
 from kvd.testing.workloads.steps import (
     MANY_KEYS,
     SIZE,
     Floats,
     Grouping,
     Keys,
-    begin,
     begin_push,
-    item,
+    begin_with,
     mostly_together,
     one_by_one,
 )
@@ -37,6 +36,7 @@ class Ledger:
     Attributes:
         grouping: which keys of a step go into one push.
         timeout_s: of a push; None: the cluster's.
+        forms: which keys are tables.
         outcomes: what became of the pushes, by key and place.
     """
 
@@ -47,6 +47,7 @@ class Ledger:
     timeout_s: float | None = None
     pace_s: float = 0.25
     size: int = SIZE
+    forms: Forms = VALUES
     outcomes: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     _pushes: dict[PendingCall, tuple[Keys, int]] = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ class Ledger:
     def program(self, me: Me) -> Coroutine:
         """Pushes without waiting for each, so that several are under way; then flushes and leaves the rounds."""
         self.watch(me.world)
-        step = yield from begin(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        step = yield from begin_with(me, self.keys, self.make, SGD(learning_rate=1.0))
         yield from self.begun(me)
         calls: list[PendingCall] = []
         for clock in range(step + 1, self.steps + 1):
@@ -69,7 +70,7 @@ class Ledger:
                 place = self.place(me, clock)
                 for key in keys:
                     self.note(key, place, "begun")
-                push = Transfer(tuple([self.item(key, place) for key in keys]), push=True, pull=False)
+                push = self.push(keys, place)
                 call = yield from begin_push(push, clock, self.timeout_s)
                 self._pushes[call] = (keys, place)
                 calls.append(call)
@@ -84,8 +85,21 @@ class Ledger:
         """What a kind of ledger does before its first push."""
         yield from ()
 
-    def item(self, key: str, place: int) -> Item:
-        return item(key, self.gradient(place))
+    def make(self, key: str) -> Item:
+        """The key as it is made."""
+        return self.forms.first(key, self.size)
+
+    def push(self, keys: Keys, place: int, made_at: int = 0) -> Transfer:
+        """The push of a place in these keys; `made_at`: where the program is."""
+        return self.forms.push(keys, [self.gradient(place) for _ in keys], made_at)
+
+    def value(self, world: World, key: str) -> Floats:
+        """The committed floats of a key."""
+        return self.forms.value(world, key, self.size)
+
+    def reaches_all(self, world: World, key: str, place: int, holds: Callable[[float], bool]) -> bool:
+        """Whether that holds of this float, with all who must have what was acknowledged."""
+        return self.forms.reaches_all(world, key, self.size, place, holds)
 
     def note(self, key: str, place: int, outcome: str) -> None:
         self.outcomes.setdefault((key, place), set()).add(outcome)
@@ -107,20 +121,22 @@ class Ledger:
                 self.note(key, place, "unknown")
 
     def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
-        if not all(is_counted(world, key, each) for each in (place, self.size - 1 - place)):
+        both = (place, self.size - 1 - place)
+        if not all(self.reaches_all(world, key, each, lambda value: value == 1) for each in both):
             world.fail(f"{process.name} has an ack for a push to place {place} of {key!r}, which is not there")
 
     def check(self, world: World) -> None:
         """An acknowledged push counts once, any other at most once, and a place that nobody pushed to is 0."""
         for key in self.keys:
-            for place, count in enumerate(world.value(key)[: self.workers * self.steps]):
+            value = self.value(world, key)
+            for place, count in enumerate(value[: self.workers * self.steps]):
                 outcomes = self.outcomes.get((key, place), set())
                 low = 1 if "acked" in outcomes else 0
                 high = 0 if outcomes in (set(), {"begun", "not_sent"}) else 1
                 if not low <= count <= high:
                     world.fail(f"place {place} of {key!r}, {sorted(outcomes)}, counts {count} times")
-            if not np.isin(world.value(key), (0.0, 1.0)).all():
-                world.fail(f"key {key!r} holds {sorted(set(world.value(key).tolist()))}")
+            if not np.isin(value, (0.0, 1.0)).all():
+                world.fail(f"key {key!r} holds {sorted(set(value.tolist()))}")
 
 
 def list_ledger(workers: int, steps: int, seed: int, timeout_s: float | None = None) -> Ledger:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kvd.core.requests import ClockOf
-from kvd.testing.copies import is_counted
 from kvd.testing.process import Process
 from kvd.testing.simulator import Me, World, slices_of
 from kvd.testing.workloads.ledger import Ledger
@@ -45,12 +44,13 @@ class LifeLedger(Ledger):
     def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
         push, life = divmod(place, self.lives)
         rank, clock = divmod(push, self.steps)
-        if clock + 1 > self.started[rank, life] and not is_counted(world, key, place):
+        if clock + 1 > self.started[rank, life] and not self.reaches_all(world, key, place, lambda value: value == 1):
             world.fail(f"{process.name}, life {life}, has an ack for push {clock + 1}, which is not there")
 
     def check(self, world: World) -> None:
         for key in self.keys:
-            counts = world.value(key)[: self.workers * self.steps * self.lives].reshape(-1, self.lives).sum(axis=1)
+            value = self.value(world, key)[: self.workers * self.steps * self.lives]
+            counts = value.reshape(-1, self.lives).sum(axis=1)
             if not (counts == 1).all():
                 world.fail(f"pushes of {key!r} count {counts.tolist()} times")
 

@@ -7,19 +7,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from kvd.core.requests import ClockOf, Depart, Flush, Loop, Return, TakePartAgain, Transfer, UncountedVersions
 from kvd.core.worker.return_pause import ReturnPause
 from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import KvdError
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
-from kvd.testing.copies import reaches_all
 from kvd.testing.process import Coroutine, PendingCall, Process, Sleep, Start
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.ledger import Ledger
-from kvd.testing.workloads.steps import MAX_ATTEMPTS, RETRY_S, enter, insist
+from kvd.testing.workloads.steps import MAX_ATTEMPTS, RETRY_S, enter_with, insist
 
 RETURN_S = 0.1
 
@@ -44,7 +41,7 @@ class LossLedger(Ledger):
 
     def program(self, me: Me) -> Coroutine:
         self.watch(me.world)
-        yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        yield from enter_with(me, self.keys, self.make, SGD(learning_rate=1.0))
         loops = StepLoops(me.machine.stopped(), is_strict=True)
         yield from self.train(me, loops, ReturnPause(me.machine.view), self.steps)
         yield Flush()
@@ -86,8 +83,7 @@ class LossLedger(Ledger):
         for key in self.keys:
             loops.take_pushes([key])
             self.note(key, place, "begun")
-            push = Transfer((self.item(key, place),), push=True, pull=False, place=loops.place)
-            call = yield from self.begin(me, push)
+            call = yield from self.begin(me, self.push((key,), place, loops.place))
             self._pushes[call] = ((key,), place)
             calls.append(call)
         for call in calls:
@@ -133,7 +129,7 @@ class LossLedger(Ledger):
             super().ended(world, process, call)
 
     def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
-        if not all(reaches_all(world, key, each, lambda value: value > 0) for each in self.both(place)):
+        if not all(self.reaches_all(world, key, each, lambda value: value > 0) for each in self.both(place)):
             world.fail(f"{process.name} has an ack for a push to place {place} of {key!r}, which is not there")
 
     def both(self, place: int) -> tuple[int, int]:
@@ -142,7 +138,7 @@ class LossLedger(Ledger):
 
     def check(self, world: World) -> None:
         for key in self.keys:
-            value = world.value(key)
+            value = self.value(world, key)
             for step in range(self.steps):
                 places = [rank * self.steps + step for rank in range(self.workers)]
                 for slice_index in range(2):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from kvd.testing.workloads.steps import (
     Grouping,
     Keys,
     all_together,
-    begin,
     begin_push,
+    begin_with,
     insist,
     item,
     mostly_together,
@@ -35,6 +35,7 @@ class Rounds:
         grouping: which keys of a step go into one call.
         pushpull: push and pull in one call.
         casts: some pushes of a worker travel as float64, and the servers make float32 of them again.
+        merges: of keys that have one of their own. The others are summed.
     """
 
     workers: int
@@ -45,6 +46,7 @@ class Rounds:
     pace_s: float = 0.25
     size: int = SIZE
     casts: bool = False
+    merges: Mapping[str, str] = field(default_factory=dict)
 
     def contribution(self, key: str, rank: int, clock: int) -> Floats:
         """Element 0 is a power of two, element 1 the clock; the sum of the others depends on the order."""
@@ -58,15 +60,23 @@ class Rounds:
         total = self.contribution(key, 0, clock)
         for rank in range(1, self.workers):
             total = total + self.contribution(key, rank, clock)
+        if self.merges.get(key) == "mean":
+            total = total / np.float32(self.workers)
         return total.tobytes()
 
     def program(self, me: Me) -> Coroutine:
-        step = yield from begin(me, self.keys, np.zeros(self.size, np.float32), None)
+        step = yield from begin_with(me, self.keys, self.make, None)
         for clock in range(step + 1, self.steps + 1):
             for keys in self.grouping(self.keys, me.rank, clock):
                 yield from self.transfer(me, keys, clock)
             yield Sleep(self.pace_s)
         yield Depart(Departure.DONE)
+
+    def make(self, key: str) -> Item:
+        """The key as it is made."""
+        made = item(key, np.zeros(self.size, np.float32))
+        assert made.spec is not None
+        return made._replace(spec=replace(made.spec, merge=self.merges.get(key, "")))
 
     def transfer(self, me: Me, keys: Sequence[str], clock: int) -> Coroutine:
         """The push and the pull of some keys."""
@@ -102,6 +112,13 @@ class Rounds:
 def mixed_rounds(workers: int, steps: int, seed: int, *, pushpull: bool, casts: bool = False) -> Rounds:
     """Rounds of many small keys, which servers fuse while they are pushed together."""
     return Rounds(workers, steps, MANY_KEYS[:6], mostly_together(seed), pushpull, size=101, casts=casts)
+
+
+def merged_rounds(workers: int, steps: int, seed: int) -> Rounds:
+    """Rounds of small keys, every second of which has a merge of its own. Servers fuse those of one merge."""
+    keys = MANY_KEYS[:6]
+    merges = {key: ("mean", "sum")[number // 2 % 2] for number, key in enumerate(keys) if number % 2 == 0}
+    return Rounds(workers, steps, keys, mostly_together(seed), seed % 2 == 0, size=101, merges=merges)
 
 
 def as_float64(key: str, source: Floats, target: Floats | None = None) -> Item:

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.requests import ClockOf, Control, Depart, Flush, Transfer
+from kvd.core.requests import ClockOf, Control, Depart, Flush
 from kvd.core.worker.step_loops import StepLoops
 from kvd.optimizer import SGD
 from kvd.protocol.messages import NO_STEP, Departure, Rest, StepIs, StepsLeft, TakeStep
 from kvd.testing.process import Coroutine, Sleep
 from kvd.testing.simulator import Me, World
-from kvd.testing.workloads.steps import SIZE, Floats, Keys, begin_push, enter, insist, item
+from kvd.testing.workloads.forms import VALUES, Forms
+from kvd.testing.workloads.steps import SIZE, Floats, Keys, begin_push, enter_with, insist
 
 
 @dataclass
@@ -23,16 +24,18 @@ class SharedLedger:
 
     Attributes:
         steps: of both loops together.
+        forms: which keys are tables.
         makers: how often each step was begun, by its number among all; for tests of the tests.
     """
 
     steps: int
     keys: Keys = ("a", "b")
     pace_s: float = 0.25
+    forms: Forms = VALUES
     makers: dict[int, int] = field(default_factory=dict)
 
     def program(self, me: Me) -> Coroutine:
-        yield from enter(me, self.keys, np.zeros(SIZE, np.float32), SGD(learning_rate=1.0))
+        yield from enter_with(me, self.keys, lambda key: self.forms.first(key, SIZE), SGD(learning_rate=1.0))
         loops = StepLoops(me.machine.stopped(), is_strict=False)
         half = self.steps // 2
         for total in (half, self.steps - half):
@@ -73,7 +76,7 @@ class SharedLedger:
         for key in self.keys:
             loops.take_pushes([key])
             clock = yield from insist(ClockOf(key))
-            push = Transfer((item(key, self.gradient(number)),), push=True, pull=False, place=loops.place)
+            push = self.forms.push((key,), (self.gradient(number),), loops.place)
             yield from begin_push(push, clock + 1)
         yield from insist(Flush())
 
@@ -85,7 +88,7 @@ class SharedLedger:
     def check(self, world: World) -> None:
         """Every step counts once in every slice."""
         for key in self.keys:
-            value = world.value(key)
+            value = self.forms.value(world, key, SIZE)
             for counts in (value[: self.steps], value[::-1][: self.steps]):
                 if not (counts == 1).all():
                     world.fail(f"the shared steps of {key!r} count {counts.tolist()} times")

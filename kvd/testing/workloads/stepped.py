@@ -15,7 +15,7 @@ from kvd.protocol.messages import Departure
 from kvd.testing.process import Coroutine, PendingCall, Sleep
 from kvd.testing.simulator import Me, slices_of
 from kvd.testing.workloads.lives import LifeLedger
-from kvd.testing.workloads.steps import begin_push, enter, item, weights_before
+from kvd.testing.workloads.steps import begin_push, enter, enter_with, item, weights_before
 from kvd.testing.workloads.training import Training
 
 
@@ -54,7 +54,7 @@ class SteppedLedger(LifeLedger):
 
     def program(self, me: Me) -> Coroutine:
         self.watch(me.world)
-        yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        yield from enter_with(me, self.keys, self.make, SGD(learning_rate=1.0))
         logs = [slice_.log for server in me.world.servers() for slice_ in slices_of(server)]
         self.started[me.rank, me.life] = max([log.counted_clock(me.rank) for log in logs], default=0)
         loops = StepLoops(me.machine.stopped(), is_strict=False)
@@ -65,8 +65,7 @@ class SteppedLedger(LifeLedger):
             for key in self.keys:
                 loops.take_pushes([key])
                 self.note(key, place, "begun")
-                push = Transfer((self.item(key, place),), push=True, pull=False, place=loops.place)
-                call = yield from begin_push(push, step + 1, self.timeout_s)
+                call = yield from begin_push(self.push((key,), place, loops.place), step + 1, self.timeout_s)
                 self._pushes[call] = ((key,), place)
                 calls.append(call)
             loops.leave()

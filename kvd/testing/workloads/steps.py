@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,13 +30,19 @@ RETRY_S = 1.0
 MAX_ATTEMPTS = 60
 
 
+@cache
+def spec_of(size: int) -> KeySpec:
+    """The spec of a key of so many floats: the same object each time, as programs have it."""
+    return KeySpec("float32", (size,), 4096)
+
+
 def item(key: str, source: Floats | None = None, target: Floats | None = None) -> Item:
     """A key with the bytes of arrays."""
     given = source if source is not None else target
     assert given is not None
     return Item(
         key,
-        KeySpec("float32", (given.size,), 4096),
+        spec_of(given.size),
         None if source is None else source.view(np.uint8),
         None if target is None else target.view(np.uint8),
     )

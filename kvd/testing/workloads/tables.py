@@ -21,8 +21,9 @@ from kvd.protocol.specs import ANY_ROW, Initial, KeySpec, TableSpec
 from kvd.tables.by_part import ids_in_parts, rows_in_parts
 from kvd.tables.parts import parts_of
 from kvd.tables.row_values import Rows
+from kvd.testing.copies import led
 from kvd.testing.process import Coroutine, Process, Sleep, Start
-from kvd.testing.simulator import Me, World, slices_of
+from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.steps import (
     Floats,
     Grouping,
@@ -257,14 +258,23 @@ class TableRounds:
 
     def check(self, world: World) -> None:
         """Every push of every worker counts once in the end, and only rows that were updated take memory."""
-        expected = self.workers * (self.steps if self.replaces else self.steps * (self.steps + 1) // 2)
+        expected = self.value_after(self.steps)
         if not (world.value(VALUE) == expected).all():
             world.fail(f"key {VALUE!r} ends with {world.value(VALUE).tolist()}, and not {expected}")
-        parts = [(process, slice_) for process, slice_ in _led(world) if slice_.key in self.models]
+        parts = [(process, slice_) for process, slice_ in led(world) if slice_.key in self.models]
         if len(parts) != self.parts * len(self.models):
             world.fail(f"{len(parts)} parts of tables are led")
         for process, slice_ in parts:
             self.check_part(world, process, slice_)
+
+    def value_after(self, clock: int) -> int:
+        """The floats of the key that is no table, after so many rounds."""
+        return self.workers * (clock if self.replaces else clock * (clock + 1) // 2)
+
+    def updated(self, key: str, part: int, clock: int) -> set[int]:
+        """The rows of a part that any round up to this one has named."""
+        ids = sorted(self.models[key].updated(clock))
+        return {row for row, own in zip(ids, _parts_of(ids, self.parts), strict=True) if own == part}
 
     def check_part(self, world: World, process: Process, slice_: Slice) -> None:
         model, version = self.models[slice_.key], slice_.log.current
@@ -278,21 +288,9 @@ class TableRounds:
                 done = runner.run(ReadRows(0, slice_.key, slice_.index, version, Span(packed, 0, len(packed))))
                 rows = view(done.result, np.dtype(np.float32)).reshape(-1, self.workers)
         self.check_rows(world, slice_.key, self.steps, ids, rows)
-        updated = len(model.updated(self.steps).intersection(ids))
+        updated = len(self.updated(slice_.key, slice_.index, self.steps))
         if version.rows != updated:
             world.fail(f"part {slice_.index} of {slice_.key!r} keeps {version.rows} rows, {updated} were updated")
-
-
-def _led(world: World) -> list[tuple[Process, Slice]]:
-    """The slices, and the process of the server that leads each by the newest view."""
-    servers = world.servers()
-    newest = max((server.session.view for server in servers), key=lambda view: view.epoch)
-    return [
-        (world.processes[f"server {rank}"], slice_)
-        for rank, server in enumerate(servers)
-        for slice_ in slices_of(server)
-        if newest.leader_of(newest.partition_of(slice_.key, slice_.index)) == rank
-    ]
 
 
 def _parts_of(ids: Sequence[int], parts: int) -> list[int]:

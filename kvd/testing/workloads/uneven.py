@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from kvd.core.requests import ComeTo, Depart, Flush, Request, StandBy, Transfer
+from kvd.core.requests import ComeTo, Depart, Flush, Request, StandBy
 from kvd.core.worker.step_loops import StepLoops
 from kvd.errors import BarrierBroken, KvdError, NodeLost, RequestTimeout
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
-from kvd.testing.copies import reaches_all
 from kvd.testing.process import Coroutine, Process, Sleep
 from kvd.testing.simulator import Me, World
 from kvd.testing.workloads.ledger import Ledger
-from kvd.testing.workloads.steps import MAX_ATTEMPTS, RETRY_S, begin_push, enter, weights_before
+from kvd.testing.workloads.steps import MAX_ATTEMPTS, RETRY_S, begin_push, enter_with
 
 PER_EPOCH = (2, 3, 5)  # steps; who has how many differs from epoch to epoch
 
@@ -42,7 +41,7 @@ class UnevenLedger(Ledger):
 
     def program(self, me: Me) -> Coroutine:
         self.watch(me.world)
-        yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        yield from enter_with(me, self.keys, self.make, SGD(learning_rate=1.0))
         loops = StepLoops(me.machine.stopped(), is_strict=self.sync)
         for epoch in range(self.epochs):
             total = self.has(me.rank, epoch)
@@ -61,13 +60,13 @@ class UnevenLedger(Ledger):
 
     def step(self, me: Me, loops: StepLoops, number: int) -> Coroutine:
         if self.sync:
-            yield from weights_before(me, self.keys, self.size, number + 1)
+            yield from self.forms.weights_before(me, self.keys, self.size, number + 1)
         calls = []
         for key in self.keys:
             loops.take_pushes([key])
             place = me.rank * self.steps + number
             self.note(key, place, "begun")
-            push = Transfer((self.item(key, place),), push=True, pull=False, place=loops.place)
+            push = self.push((key,), place, loops.place)
             call = yield from begin_push(push, number + 1 if self.sync else 0, self.timeout_s)
             self._pushes[call] = ((key,), place)
             calls.append(call)
@@ -76,7 +75,7 @@ class UnevenLedger(Ledger):
                 yield call
 
     def check_acked(self, world: World, process: Process, key: str, place: int) -> None:
-        there = [reaches_all(world, key, each, lambda value: value > 0) for each in self.both(place)]
+        there = [self.reaches_all(world, key, each, lambda value: value > 0) for each in self.both(place)]
         if not all(there):
             world.fail(f"{process.name} has an ack for a push to place {place} of {key!r}, which is not there")
 
@@ -92,7 +91,7 @@ class UnevenLedger(Ledger):
             for rank in ranks:
                 expected[list(self.both(rank * self.steps + number))] = 1 / len(ranks) if self.sync else 1
         for key in self.keys:
-            value = world.value(key)
+            value = self.value(world, key)
             wrong = np.flatnonzero(np.abs(value - expected) > 1e-6)
             if wrong.size:
                 shown = {int(place): (float(value[place]), float(expected[place])) for place in wrong[:6]}

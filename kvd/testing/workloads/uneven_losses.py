@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvd.core.requests import Depart, Flush
 from kvd.core.worker.return_pause import ReturnPause
 from kvd.core.worker.step_loops import StepLoops
@@ -14,8 +12,9 @@ from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
 from kvd.testing.process import Coroutine
 from kvd.testing.simulator import Me, World
+from kvd.testing.workloads.forms import VALUES, Forms
 from kvd.testing.workloads.losses import LossLedger
-from kvd.testing.workloads.steps import enter
+from kvd.testing.workloads.steps import enter_with
 from kvd.testing.workloads.uneven import PER_EPOCH, come_together
 
 MOST_AHEAD = 20  # steps by which a lost worker may number its own beyond those of the others
@@ -34,7 +33,7 @@ class UnevenLossLedger(LossLedger):
 
     def program(self, me: Me) -> Coroutine:
         self.watch(me.world)
-        yield from enter(me, self.keys, np.zeros(self.size, np.float32), SGD(learning_rate=1.0))
+        yield from enter_with(me, self.keys, self.make, SGD(learning_rate=1.0))
         loops = StepLoops(me.machine.stopped(), is_strict=True)
         pause = ReturnPause(me.machine.view)
         for epoch in range(self.epochs):
@@ -47,7 +46,7 @@ class UnevenLossLedger(LossLedger):
 
     def check(self, world: World) -> None:
         for key in self.keys:
-            value = world.value(key)
+            value = self.value(world, key)
             places = range(self.workers * self.steps)
             for slice_index in range(2):
                 held = Counter(float(value[self.both(place)[slice_index]]) for place in places)
@@ -60,6 +59,7 @@ class UnevenLossLedger(LossLedger):
                 self.check_place(world, key, place, [float(value[each]) > 0 for each in self.both(place)])
 
 
-def uneven_losses(workers: int, epochs: int, seed: int) -> UnevenLossLedger:
+def uneven_losses(workers: int, epochs: int, seed: int, forms: Forms = VALUES) -> UnevenLossLedger:
     """Workers with uneven data, some of which are lost."""
-    return UnevenLossLedger(workers, epochs * max(PER_EPOCH) + MOST_AHEAD, epochs=epochs, seed=seed)
+    most_steps = epochs * max(PER_EPOCH) + MOST_AHEAD
+    return UnevenLossLedger(workers, most_steps, forms=forms, epochs=epochs, seed=seed)

@@ -14,7 +14,7 @@ from kvd.errors import ConfigError
 from kvd.parallel.device import Array, Device, HostArray
 from kvd.parallel.models.bind_plan import BindPlan, check_fits, check_names
 from kvd.parallel.models.executor import ExecutorArrays
-from kvd.parallel.models.model import GradientHook, GradReq, MonitorHook
+from kvd.parallel.models.model import GradientHook, GradReq, MonitorHook, RowReader
 from kvd.parallel.models.outputs import named_outputs
 
 #: ``loss(outputs, labels)``: outputs as ``apply`` returned them; the label, or a list of them if there are several.
@@ -73,6 +73,9 @@ class JaxPasses:
     def set_monitor(self, hook: MonitorHook | None) -> None:
         """Call ``hook`` with every output of ``apply``: the inside of a compiled function cannot be seen."""
         self._monitor = hook
+
+    def set_row_reader(self, reader: RowReader | None) -> None:
+        """Its gradients are dense: there is nothing to read."""
 
     def forward(self, inputs: Mapping[str, Array], step: int, is_train: bool) -> list[Array]:
         """The outputs; in training with labels the gradients, too, are computed here and kept for backward."""

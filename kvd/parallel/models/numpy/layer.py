@@ -14,7 +14,8 @@ import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.models.model import GradientHook, GradReq
+from kvd.parallel.models.model import GradientHook, GradReq, RowReader
+from kvd.parallel.models.numpy.ids import sum_by_id
 
 
 @dataclass(slots=True)
@@ -26,12 +27,13 @@ class Frame:
         device: where the arrays live.
         dtype: of parameters, activations and gradients: float32 or float64.
         params, aux: the arrays by the layer's own names (``"weight"``, not ``"dense0_weight"``).
-        grads: those of the parameters whose request is not ``"null"``.
+        grads: those of the parameters whose request is not ``"null"``; of row-sparse ones each a `kvd.RowSparseArray`.
         grad_req: the request of each parameter.
         generator: makes the random generator of this layer and step, with the same state at each call.
         saved: what forward leaves for backward; emptied by backward.
         needs_input_gradient: whether backward has to return the gradient of the layer's input.
         on_gradient: called with the full name of a parameter once its gradient is complete.
+        row_reader: called before rows of a parameter are read.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Frame:
     needs_input_gradient: bool = True
     saved: dict[str, Any] = field(default_factory=dict)
     on_gradient: GradientHook | None = None
+    row_reader: RowReader | None = None
 
     @property
     def xp(self) -> Any:
@@ -76,6 +79,24 @@ class Frame:
             self.grads[name][...] = gradient
         else:
             self.grads[name] += gradient
+        self._complete(name)
+
+    def read_rows(self, name: str, ids: Array) -> Array:
+        """The rows of a row-sparse parameter, for these ids, in their shape."""
+        if self.row_reader is not None:
+            self.row_reader(f"{self.name}_{name}", ids)
+        return self.params[name][ids]
+
+    def store_rows(self, name: str, ids: Array, rows: Array) -> None:
+        """As `store_gradient`, for the parameter of a row-sparse layer: the rows of these ids, each of which is there
+        once; the others are 0."""
+        request, gradient = self.grad_req[name], self.grads.get(name)
+        if request == "null" or gradient is None:
+            return
+        if request == "add" and len(gradient.ids):
+            xp = self.xp
+            ids, rows = sum_by_id(xp, xp.concatenate((gradient.ids, ids)), xp.concatenate((gradient.rows, rows)))
+        gradient.ids, gradient.rows = ids, rows
         self._complete(name)
 
     def _complete(self, name: str) -> None:
@@ -109,6 +130,10 @@ class Layer:
     def aux_shapes(self, shape: Shape) -> dict[str, Shape]:
         """The layer's own names → shapes of its states for an input of ``shape``."""
         return {}
+
+    def row_sparse_parameters(self) -> tuple[str, ...]:
+        """The layer's own names of the parameters whose gradients are rows, and of which forward reads rows."""
+        return ()
 
     def initial(self, name: str, shape: Shape, generator: np.random.Generator) -> HostArray:
         """Initial values, float32, of the parameter or state ``name``."""

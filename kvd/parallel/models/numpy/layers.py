@@ -99,6 +99,10 @@ class Embedding(Layer):
     Parameter: ``weight`` (vocabulary, dimensions), initially U(-√(3/dimensions), √(3/dimensions)): rows of expected
     squared length 1. The ids have no gradient, so this can only be the first layer.
 
+    With ``sparse`` the gradient of the weight is a `kvd.RowSparseArray` of the rows that the batch has named. In a
+    store it is a table: only rows of the batch travel, and only they are updated (docs/tables.md says what that is for
+    each optimizer). Each device still has the whole weight, of which a forward gets the rows that it reads.
+
     Raises:
         ConfigError: ``vocabulary`` or ``dimensions`` is not above 0.
         ValueError: in forward, an id that is not a whole number in [0, vocabulary).
@@ -106,6 +110,7 @@ class Embedding(Layer):
 
     vocabulary: int
     dimensions: int
+    sparse: bool = False
 
     kind: ClassVar[str] = "embedding"
     is_differentiable: ClassVar[bool] = False
@@ -123,16 +128,22 @@ class Embedding(Layer):
         bound = math.sqrt(3.0 / self.dimensions)
         return generator.uniform(-bound, bound, shape).astype(np.float32)
 
+    def row_sparse_parameters(self) -> tuple[str, ...]:
+        return ("weight",) if self.sparse else ()
+
     def forward(self, frame: Frame, x: Array) -> Array:
         ids = whole_numbers(frame.xp, x, self.vocabulary, f"{frame.name}: id")
         frame.saved["ids"] = ids
-        return frame.params["weight"][ids]
+        return frame.read_rows("weight", ids) if self.sparse else frame.params["weight"][ids]
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:
         ids = frame.saved.pop("ids").reshape(-1)
         if frame.grad_req["weight"] == "null":
             return None
         rows, sums = sum_by_id(frame.xp, ids, grad.reshape(-1, self.dimensions))
+        if self.sparse:
+            frame.store_rows("weight", rows, sums)
+            return None
 
         def scatter(out: Array | None) -> Array:
             if out is None:

@@ -11,9 +11,10 @@ from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
 from kvd.parallel.models.bind_plan import BindPlan, check_fits, check_names
 from kvd.parallel.models.executor import ExecutorArrays
-from kvd.parallel.models.model import GradientHook, MonitorHook
+from kvd.parallel.models.model import GradientHook, MonitorHook, RowReader
 from kvd.parallel.models.numpy.layer import Frame, Layer
 from kvd.parallel.models.numpy.losses import Loss
+from kvd.parallel.models.row_gradients import check_dense, check_rows, no_rows
 
 
 class SequentialPasses:
@@ -62,6 +63,11 @@ class SequentialPasses:
         """See `kvd.parallel.Executor.set_monitor`."""
         self._monitor = hook
 
+    def set_row_reader(self, reader: RowReader | None) -> None:
+        """See `kvd.parallel.ReadsRows`."""
+        for frame in self._frames:
+            frame.row_reader = reader
+
     def forward(self, inputs: Mapping[str, Array], step: int, is_train: bool) -> list[Array]:
         """The output, in a list. Raises what the layers raise for wrong values (ValueError)."""
         self._step = step
@@ -95,7 +101,9 @@ class SequentialPasses:
     def use_gradients(self, arrays: Mapping[str, Array]) -> None:
         """See `kvd.parallel.Executor.use_gradients`."""
         grads = self.arrays.grads
-        self._check_given("grads", arrays, {name: array.shape for name, array in grads.items()})
+        check_dense(arrays, self._plan.description)
+        shapes = self._plan.description.params
+        self._check_given("grads", arrays, {name: shapes[name] for name in grads})
         grads.update(arrays)
         for frame in self._frames:
             frame.grads.update({own: grads[f"{frame.name}_{own}"] for own in frame.grads})
@@ -135,9 +143,25 @@ class SequentialPasses:
         return ExecutorArrays(
             params=self._arrays("params", described.params, plan.params),
             aux=states,
-            grads=self._arrays("grads", trained, plan.grads),
+            grads=self._gradients(trained),
             input_grads=self._arrays("input_grads", inputs, {}),
         )
+
+    def _gradients(self, trained: Mapping[str, Shape]) -> dict[str, Array]:
+        """As `_arrays`; those of row-sparse parameters hold rows."""
+        plan = self._plan
+        check_names("grads", plan.grads, trained)
+        dense = {name: shape for name, shape in trained.items() if name not in plan.description.row_sparse}
+        made = self._arrays("grads", dense, {name: plan.grads[name] for name in plan.grads if name in dense})
+        for name, shape in trained.items():
+            if name in dense:
+                continue
+            if name in plan.grads:
+                check_rows(name, plan.grads[name], plan.device, shape, self._dtype)
+                made[name] = plan.grads[name]
+            else:
+                made[name] = no_rows(plan.device, shape, self._dtype)
+        return {name: made[name] for name in trained}
 
     def _arrays(self, what: str, shapes: Mapping[str, Shape], given: Mapping[str, Array]) -> dict[str, Array]:
         """The arrays of these names: the given ones, which must fit, and zeros for the others."""

@@ -106,7 +106,11 @@ class Sequential:
             self._check_label(labels[0], self.loss.label_shape(output_shape))
         output = DataDesc(f"{(self.loss or self.layers[-1]).name}_output", output_shape)
         return ModelDescription(
-            self.parameter_shapes(shape), self.aux_shapes(shape), (output,), has_loss=self.loss is not None
+            self.parameter_shapes(shape),
+            self.aux_shapes(shape),
+            (output,),
+            has_loss=self.loss is not None,
+            row_sparse=tuple([f"{layer.name}_{own}" for layer in self.layers for own in layer.row_sparse_parameters()]),
         )
 
     def bind(

@@ -15,6 +15,7 @@ from kvd.parallel.models.bind_plan import plan_bind
 from kvd.parallel.models.executor import DeviceExecutor
 from kvd.parallel.models.model import BindOptions, ModelDescription
 from kvd.parallel.models.outputs import OutputDescriptions
+from kvd.parallel.models.torch.embeddings import row_sparse_parameters
 from kvd.parallel.models.torch.loss import BatchLoss, LossFunction, LossReduction
 from kvd.parallel.models.torch.module_copy import trained_and_states
 from kvd.parallel.models.torch.passes import TorchPasses
@@ -128,6 +129,7 @@ class TorchModel:
             {name: tuple(tensor.shape) for name, tensor in aux.items()},
             self._outputs.of(data),
             has_loss=self.loss is not None,
+            row_sparse=row_sparse_parameters(self.module),
         )
 
     def bind(

@@ -14,7 +14,8 @@ from kvd.errors import ConfigError, ShapeMismatch
 from kvd.parallel.device import Array
 from kvd.parallel.models.bind_plan import BindPlan, check_names
 from kvd.parallel.models.executor import ExecutorArrays
-from kvd.parallel.models.model import GradientHook, MonitorHook
+from kvd.parallel.models.model import GradientHook, MonitorHook, RowReader
+from kvd.parallel.models.torch.embeddings import RowReads
 from kvd.parallel.models.torch.gradients import GradientWriter
 from kvd.parallel.models.torch.loss import BatchLoss
 from kvd.parallel.models.torch.module_copy import copy_module, restore_states
@@ -68,6 +69,7 @@ class TorchPasses:
             tensors = {name: named[name] for name in described.params}
             params = {**{name: as_device_array(tensor, device) for name, tensor in tensors.items()}, **plan.params}
             aux = {**{name: as_device_array(tensor, device) for name, tensor in self._states.items()}, **plan.aux}
+            self._row_reads = RowReads(self.module, described.row_sparse, device)
             self._writer = GradientWriter(plan, tensors, params)
             self.arrays = ExecutorArrays(params, aux, self._writer.arrays, self._input_gradient_arrays())
         self._monitors: list[Any] = []
@@ -89,6 +91,10 @@ class TorchPasses:
         for name, module in self.module.named_modules():
             if next(module.children(), None) is None:
                 self._monitors.append(module.register_forward_hook(functools.partial(self._show, hook, name)))
+
+    def set_row_reader(self, reader: RowReader | None) -> None:
+        """See `kvd.parallel.ReadsRows`."""
+        self._row_reads.reader = reader
 
     def forward(self, inputs: Mapping[str, Array], step: int, is_train: bool) -> list[Array]:
         """The outputs. Raises what the module raises, and ShapeMismatch if they are not as described."""

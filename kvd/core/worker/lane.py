@@ -1,0 +1,244 @@
+"""The lane: a short way through the machine for the call that a training loop makes again and again.
+
+It takes a push, a pull, or both, of keys that are all at rest, whose batches the servers know. Such a call needs no
+queue, no retry and no place among other calls, as nothing else is under way.
+
+While the call is in flight, the lane changes nothing in the machine: it only remembers the call, and what it sent in
+its name. When the expected answers are there, the keys move on. Whatever else happens first (another call, a tick, a
+refusal) makes the call an ordinary one before it is looked at: the machine begins it the general way. As the machine is
+what it was, the call gets the same clock, step and request numbers, so its messages are those that were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvd.core import requests
+from kvd.core.machine import Complete, Copy, Effect, LocalCall, Peer, Received, Send, Span
+from kvd.core.membership import ViewState
+from kvd.core.outbox import RETRY_FIRST_S, Outbox
+from kvd.core.requests import Item, Versions
+from kvd.core.session import SchedulerSession
+from kvd.core.worker.asking import Asker
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
+from kvd.core.worker.message_plans import MessagePlan, MessagePlans
+from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.participation import Participation
+from kvd.core.worker.pulled_versions import note_versions
+from kvd.core.worker.push_window import PushWindow, count_rounds
+from kvd.core.worker.servers import Servers
+from kvd.core.worker.steps import StepCounter
+from kvd.core.worker.waits import Waits
+from kvd.protocol.messages import ABSENT, Done, PullBatch, PushBatch, Staged, Values
+
+READY = KeyState.READY
+NEVER = float("inf")
+MAX_ANSWERS = 4096  # kept of one call, until it is completed
+
+
+@dataclass(slots=True)
+class Flight:
+    """A call in flight, and what was sent in its name.
+
+    Attributes:
+        requests: the number of the messages.
+        awaited: the plans and peers of the messages that are not answered, by request.
+        answers: all that were taken in so far, and when; without their payloads, which are where they belong.
+    """
+
+    event: LocalCall
+    transfer: requests.Transfer
+    begun: float
+    step: int
+    windows: tuple[PushWindow, ...]
+    versions: list[Versions | None]
+    requests: int
+    awaited: dict[int, tuple[MessagePlan, Peer]] = field(default_factory=dict)
+    answers: list[tuple[Received, float]] = field(default_factory=list)
+
+
+class Lane:
+    """At most one call is in flight.
+
+    Attributes:
+        due_at: when the call becomes an ordinary one at the latest; NEVER without one.
+    """
+
+    def __init__(
+        self,
+        session: SchedulerSession,
+        servers: Servers,
+        participation: Participation,
+        keys: KeyTable,
+        plans: MessagePlans,
+        outbox: Outbox,
+        asker: Asker,
+        calls: CallBook,
+        pushes: OpenPushes,
+        steps: StepCounter,
+        waits: Waits,
+        emit: Callable[[Effect], None],
+    ) -> None:
+        self.due_at = NEVER
+        self._session = session
+        self._view: ViewState = session.view
+        self._servers = servers
+        self._participation = participation
+        self._keys = keys
+        self._plans = plans
+        self._outbox = outbox
+        self._asker = asker
+        self._calls = calls
+        self._pushes = pushes
+        self._steps = steps
+        self._waits = waits
+        self._emit = emit
+        self._flight: Flight | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._flight is not None
+
+    def pushes(self, name: str) -> bool:
+        """Whether the call in flight pushes this key."""
+        return self._flight is not None and any(item.key == name for item in self._flight.transfer.items)
+
+    def begin(self, event: LocalCall, transfer: requests.Transfer, now: float) -> bool:
+        """Takes the call and sends its messages, if it may. False: nothing was done, and it goes the general way."""
+        if self._flight is not None or not _is_plain(transfer) or not self._is_clear():
+            return False
+        known = self._keys.by_name
+        keys = tuple([known.get(item.key) for item in transfer.items])
+        plans = self._plans.known_of(keys)
+        if not plans or not self._may_send(plans) or not _are_at_rest(keys, transfer.items):
+            return False
+        windows = tuple([key.window for key in keys if key is not None])
+        clock = windows[0].clock
+        step, settled = self._steps.alone(clock + 1) if transfer.push else (0, 0)
+        flight = Flight(event, transfer, now, step, windows, [None] * len(windows), len(plans))
+        sends = []
+        for request, plan in enumerate(plans, self._asker.next_number):
+            peer = self._servers.peer_of(plan.partition)
+            flight.awaited[request] = plan, peer
+            if transfer.push:
+                how, samples, place = transfer.how, transfer.samples, transfer.place
+                message: PushBatch | PullBatch = PushBatch(
+                    request, plan.batch, clock + 1, how, samples, transfer.pull, False, step, settled, place
+                )
+                sends.append(Send(peer, message, _payload_of(plan, transfer.items) if how != ABSENT else ()))
+            else:
+                sends.append(Send(peer, PullBatch(request, plan.batch, clock)))
+        for send in sends if len(sends) == 1 else self._outbox.in_order(sends):
+            self._emit(send)
+        self._flight = flight
+        self.due_at = min(now + RETRY_FIRST_S, self._waits.first_look(now, event.deadline, event.answer_s))
+        return True
+
+    def _may_send(self, plans: Sequence[MessagePlan]) -> bool:
+        """Whether each message may name a batch that its server knows, and all of them may leave now."""
+        for plan in plans:
+            if plan.is_alone or not plan.batch or plan.declared_to != self._servers.peer_of(plan.partition):
+                return False
+        return len(plans) == 1 or sum([plan.nbytes for plan in plans]) <= self._outbox.credit_bytes
+
+    def _is_clear(self) -> bool:
+        """Whether nothing at all is under way, and this worker takes part as usual."""
+        part = self._participation
+        return (
+            not self._calls
+            and not self._outbox
+            and not self._pushes
+            and part.in_rounds
+            and not part.is_apart
+            and not self._servers.orphans
+            and self._session.failure is None
+        )
+
+    def take(self, event: Received, now: float) -> bool:
+        """Takes an expected answer in, and completes the call with the last one. False: nothing was done."""
+        flight = self._flight
+        assert flight is not None
+        message: Any = event.message
+        plan, peer = flight.awaited.get(getattr(message, "request", 0), (None, None))
+        if plan is None or peer != event.peer or event.epoch > self._view.epoch or len(flight.answers) >= MAX_ANSWERS:
+            return False
+        kind = type(message)
+        if kind is not Staged:
+            if kind is not (Values if flight.transfer.pull else Done):
+                return False
+            if kind is Values:
+                if event.nbytes != plan.nbytes or message.coding is not None or event.fault:
+                    return False
+                if len(message.versions) not in (1, len(plan.slice_ids)):
+                    return False
+                note_versions(flight.versions, plan, message.versions)
+                items = flight.transfer.items
+                self._emit(Copy(event.payload, tuple([items[item].target for item in plan.items]), plan.rows))
+            del flight.awaited[message.request]
+        if flight.awaited:
+            flight.answers.append((event._replace(payload=None), now))
+        else:
+            self._complete(flight)
+        return True
+
+    def _complete(self, flight: Flight) -> None:
+        """All are answered: what the general way would have counted is counted."""
+        self._asker.skip(flight.requests)
+        if flight.transfer.push:
+            count_rounds(flight.windows)
+            self._steps.passed(flight.step)
+        self._outbox.activity += 1
+        self._calls.activity += 1
+        self._emit(Complete(flight.event.call, flight.versions))
+        self._end()
+
+    def give_up(self) -> Flight:
+        """Lets go of the call, which goes the general way from its beginning."""
+        flight = self._flight
+        assert flight is not None
+        self._end()
+        return flight
+
+    def _end(self) -> None:
+        self._flight, self.due_at = None, NEVER
+
+    def validate(self) -> None:
+        """Raises AssertionError if anything else is under way beside the call in flight."""
+        assert self._flight is None or self._is_clear(), f"more is under way than the call in flight: {self._flight}"
+
+
+def _is_plain(transfer: requests.Transfer) -> bool:
+    """Whether the values travel as the keys have them, under the clocks of the keys."""
+    return not (
+        transfer.cast
+        or transfer.some_encoded
+        or transfer.some_rows
+        or transfer.any_version
+        or transfer.takes is not None
+        or transfer.sets_out is not None
+    )
+
+
+def _payload_of(plan: MessagePlan, items: Sequence[Item]) -> tuple[Span, ...]:
+    spans = zip(plan.items, plan.ranges, strict=True)
+    return tuple([Span(items[item].source, offset, nbytes) for item, (offset, nbytes) in spans])
+
+
+def _are_at_rest(keys: Sequence[WorkerKey | None], items: Sequence[Item]) -> bool:
+    """Whether each key takes the call at once, all of them under the same clock, and no value need be checked."""
+    if len(keys) > 1 and len(set(keys)) < len(keys):
+        return False
+    clock = -1
+    for key, item in zip(keys, items, strict=True):
+        if key is None or key.state is not READY or key.queue:
+            return False
+        if item.spec is not key.checked_spec and (item.spec is not None or key.is_table):
+            return False
+        window = key.window
+        if window.is_in_use or window.partial_failure is not None or clock not in (-1, window.clock):
+            return False
+        clock = window.clock
+    return clock >= 0

@@ -1,0 +1,89 @@
+"""How many functions of Python one operation calls: what small values cost, whatever the machine is doing besides.
+
+The limits are what was found, and a tenth more: a change that exceeds them has made every small push slower.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvd
+from kvd.testing.cluster import LocalCluster
+
+WARM_UP = 30
+OPERATIONS = 200
+WORKERS = 2
+
+
+class Calls:
+    """Counts the calls of each thread while `is_on`."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._counts: Counter[str] = Counter()
+
+    def note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self.is_on and event == "call":
+            self._counts[threading.current_thread().name] += 1
+
+    def per_operation(self, thread: str) -> float:
+        """Of the threads whose names begin so, per operation of one of them."""
+        counts = [count for name, count in self._counts.items() if name.startswith(thread)]
+        return sum(counts) / len(counts) / OPERATIONS
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    calls = Calls()
+    threading.setprofile(calls.note)
+    yield calls
+    threading.setprofile(None)
+    assert sys.getprofile() is None
+
+
+def pushpull(store: kvd.KVStore) -> Callable[[], object]:
+    value, out = np.ones(256, np.float32), np.empty(256, np.float32)
+    store.init("w", value)
+    return lambda: store.pushpull("w", value, out)
+
+
+def listed(store: kvd.KVStore) -> Callable[[], object]:
+    names = [str(number) for number in range(10)]
+    values, outs = np.ones((10, 256), np.float32), np.empty((10, 256), np.float32)
+    store.init(names, list(values))
+    return lambda: store.pushpull(names, list(values), list(outs))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "by_worker", "by_server"),
+    [
+        pytest.param(pushpull, 190, 450, id="1 KiB"),
+        pytest.param(listed, 370, 450, id="a list of ten"),
+    ],
+)
+def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:
+    together = threading.Barrier(WORKERS, timeout=60)
+
+    def program(store: kvd.KVStore) -> None:
+        operation = prepare(store)
+        for _ in range(WARM_UP):
+            operation()
+        together.wait()
+        calls.is_on = True
+        for _ in range(OPERATIONS):
+            operation()
+        together.wait()
+        calls.is_on = False
+
+    with LocalCluster(WORKERS, 1) as cluster:
+        cluster.run(program)
+    assert calls.per_operation("ThreadPool") <= by_worker
+    assert calls.per_operation("test-server") <= by_server

@@ -1,0 +1,95 @@
+"""Whether repeated calls go by the lane or not, every message of a run is the same, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvd.core.worker.lane import Flight, Lane
+from kvd.testing.campaign import CAMPAIGNS
+from kvd.testing.trace import Trace
+
+COMPARED = ("rounds, nasty", "mixed, long pauses", "casts", "list training", "refusals, timeouts")
+SEEDS = 1  # of each in `make test`
+SOAK_SEEDS = 100
+
+
+class Seen:
+    """How often calls went by the lane, were completed there, and left it."""
+
+    def __init__(self) -> None:
+        self.begun = self.left = 0
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Ticks are left out of the digests: a machine may be woken for the deadline of a call that is over."""
+    seen, begin, give_up, record = Seen(), Lane.begin, Lane.give_up, Trace.record
+
+    def counting(lane: Lane, *arguments: Any) -> bool:
+        begun = begin(lane, *arguments)
+        seen.begun += begun
+        return begun
+
+    def leaving(lane: Lane) -> Flight:
+        seen.left += 1
+        return give_up(lane)
+
+    def recording(trace: Trace, text: str) -> None:
+        if not text.endswith("Tick"):
+            record(trace, text)
+
+    monkeypatch.setattr(Lane, "begin", counting)
+    monkeypatch.setattr(Lane, "give_up", leaving)
+    monkeypatch.setattr(Trace, "record", recording)
+    return seen
+
+
+def compare(name: str, seed: int) -> None:
+    with_lanes = CAMPAIGNS[name].run(seed).digest()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "begin", lambda *arguments: False)
+        assert CAMPAIGNS[name].run(seed).digest() == with_lanes, f"seed {seed}"
+
+
+def test_lanes_change_nothing(seen: Seen) -> None:
+    for name in COMPARED:
+        for seed in range(SEEDS):
+            compare(name, seed)
+    assert seen.left > 20
+    assert seen.begun - seen.left > 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_lanes_change_nothing_soak(name: str, seen: Seen) -> None:
+    for seed in range(SOAK_SEEDS):
+        compare(name, seed)
+
+
+def never(*arguments: Any) -> bool:
+    return True
+
+
+# What the lane must look at. Without it, a run differs or a checker complains.
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "batches that the server does not know": lambda patch: patch.setattr(Lane, "_may_send", never),
+    "request numbers": lambda patch: patch.setattr("kvd.core.worker.asking.Asker.skip", lambda *arguments: None),
+    "clocks": lambda patch: patch.setattr("kvd.core.worker.lane.count_rounds", lambda *arguments: None),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_lane_is_noticed(name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+
+    def run_all() -> None:
+        for seed in range(2):
+            for campaign in ("rounds, nasty", "lists, stale by 1", "refusals, stale by 1", "ledger, async"):
+                compare(campaign, seed)
+
+    with pytest.raises(Exception):  # noqa: B017, PT011  a checker's, an assertion's, or the machine's own
+        run_all()
