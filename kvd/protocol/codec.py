@@ -51,7 +51,7 @@ from kvd.protocol.specs import (
     TableSpec,
 )
 
-VERSION = 10
+VERSION = 11
 MAX_HEADER_BYTES = 64 << 10
 _WALKED_FROM_BYTES = 512  # shorter headers cannot promise enough entries to do harm
 _ENVELOPE = 6  # entries before the message's own fields

@@ -33,7 +33,7 @@ def body_of(message: Any) -> list[Any]:
 
 
 def test_the_version() -> None:
-    assert VERSION == 10
+    assert VERSION == 11
 
 
 def test_the_bytes_of_a_message_are_fixed() -> None:
