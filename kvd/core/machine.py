@@ -594,7 +594,9 @@ Effect: TypeAlias = OfOneRun | InRun
 class Machine(Protocol):
     """One role."""
 
-    incarnation: int
+    @property
+    def incarnation(self) -> int:
+        """The number of this process, which goes into every header."""
 
     @property
     def run(self) -> int:

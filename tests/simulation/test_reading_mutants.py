@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvd.core.server import captures as captures_module
-from kvd.core.server.captures import Captures
 from kvd.core.server.readings import Readings
 from kvd.core.server.rounds import SliceLog
 from kvd.core.worker.calls import Call
@@ -46,7 +45,7 @@ def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
 def snapshots_are_between_two_keys(patch: pytest.MonkeyPatch) -> None:
     """Each slice is kept as it is when an operator asks for it, whatever step it names."""
     patch.setattr(captures_module, "is_past", lambda message, log: False)
-    patch.setattr(Captures, "_is_there", lambda captures, message, log: True)
+    patch.setattr(captures_module, "is_there", lambda message, log, is_over: True)
 
 
 @pytest.mark.parametrize(

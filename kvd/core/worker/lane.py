@@ -60,39 +60,81 @@ class Flight:
     answers: list[tuple[Received, float]] = field(default_factory=list)
 
 
-class Lane:
-    """At most one call is in flight.
-
-    Attributes:
-        due_at: when the call becomes an ordinary one at the latest; NEVER without one.
-    """
+class Stillness:
+    """Whether nothing is under way in the machine of a worker, besides what the lane has sent."""
 
     def __init__(
         self,
         session: SchedulerSession,
         servers: Servers,
         participation: Participation,
+        outbox: Outbox,
+        calls: CallBook,
+        pushes: OpenPushes,
+    ) -> None:
+        self._session = session
+        self._servers = servers
+        self._participation = participation
+        self._outbox = outbox
+        self._calls = calls
+        self._pushes = pushes
+
+    def is_total(self) -> bool:
+        """Whether nothing at all is under way, and this worker takes part as usual."""
+        part = self._participation
+        return (
+            not self._calls
+            and not self._outbox
+            and not self._pushes
+            and part.in_rounds
+            and not part.is_apart
+            and not self._servers.orphans
+            and self._session.failure is None
+        )
+
+    def disturb(self) -> None:
+        """A call was made and answered: who looks for activity sees it."""
+        self._outbox.activity += 1
+        self._calls.activity += 1
+
+
+class Lane:
+    """At most one call is in flight.
+
+    Args:
+        is_on: otherwise it takes no call.
+
+    Attributes:
+        due_at: when the call becomes an ordinary one at the latest; NEVER without one.
+        others_due_at: when any other part of the machine has something to do; None: that is not worked out yet. What is
+            due is done first, so the lane takes nothing then.
+    """
+
+    def __init__(
+        self,
+        stillness: Stillness,
+        view: ViewState,
+        servers: Servers,
         keys: KeyTable,
         plans: MessagePlans,
         outbox: Outbox,
         asker: Asker,
-        calls: CallBook,
-        pushes: OpenPushes,
         steps: StepCounter,
         waits: Waits,
         emit: Callable[[Effect], None],
+        *,
+        is_on: bool = True,
     ) -> None:
         self.due_at = NEVER
-        self._session = session
-        self._view: ViewState = session.view
+        self.others_due_at: float | None = None
+        self._is_on = is_on
+        self._stillness = stillness
+        self._view = view
         self._servers = servers
-        self._participation = participation
         self._keys = keys
         self._plans = plans
         self._outbox = outbox
         self._asker = asker
-        self._calls = calls
-        self._pushes = pushes
         self._steps = steps
         self._waits = waits
         self._emit = emit
@@ -108,7 +150,7 @@ class Lane:
 
     def begin(self, event: LocalCall, transfer: requests.Transfer, now: float) -> bool:
         """Takes the call and sends its messages, if it may. False: nothing was done, and it goes the general way."""
-        if self._flight is not None or not _is_plain(transfer) or not self._is_clear():
+        if self._others_are_due(now) or not _is_plain(transfer) or not self._is_on or not self._stillness.is_total():
             return False
         known = self._keys.by_name
         keys = tuple([known.get(item.key) for item in transfer.items])
@@ -144,23 +186,15 @@ class Lane:
                 return False
         return len(plans) == 1 or sum([plan.nbytes for plan in plans]) <= self._outbox.credit_bytes
 
-    def _is_clear(self) -> bool:
-        """Whether nothing at all is under way, and this worker takes part as usual."""
-        part = self._participation
-        return (
-            not self._calls
-            and not self._outbox
-            and not self._pushes
-            and part.in_rounds
-            and not part.is_apart
-            and not self._servers.orphans
-            and self._session.failure is None
-        )
+    def _others_are_due(self, now: float) -> bool:
+        return self.others_due_at is None or now >= self.others_due_at
 
     def take(self, event: Received, now: float) -> bool:
         """Takes an expected answer in, and completes the call with the last one. False: nothing was done."""
         flight = self._flight
         assert flight is not None
+        if now >= self.due_at or self._others_are_due(now):
+            return False
         message: Any = event.message
         plan, peer = flight.awaited.get(getattr(message, "request", 0), (None, None))
         if plan is None or peer != event.peer or event.epoch > self._view.epoch or len(flight.answers) >= MAX_ANSWERS:
@@ -190,8 +224,7 @@ class Lane:
         if flight.transfer.push:
             count_rounds(flight.windows)
             self._steps.passed(flight.step)
-        self._outbox.activity += 1
-        self._calls.activity += 1
+        self._stillness.disturb()
         self._emit(Complete(flight.event.call, flight.versions))
         self._end()
 
@@ -207,7 +240,9 @@ class Lane:
 
     def validate(self) -> None:
         """Raises AssertionError if anything else is under way beside the call in flight."""
-        assert self._flight is None or self._is_clear(), f"more is under way than the call in flight: {self._flight}"
+        assert self._flight is None or self._stillness.is_total(), (
+            f"more is under way than the call in flight: {self._flight}"
+        )
 
 
 def _is_plain(transfer: requests.Transfer) -> bool:

@@ -49,7 +49,7 @@ from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
-from kvd.core.worker.lane import Lane
+from kvd.core.worker.lane import Lane, Stillness
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.moves import Moves
@@ -77,7 +77,6 @@ class WorkerMachine:
     """The state machine of a worker or an observer."""
 
     def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
-        self.incarnation = session.incarnation
         self.session = session
         view = session.view
         self._effects: list[Effect] = []  # of the present step
@@ -136,12 +135,10 @@ class WorkerMachine:
             taking_part.view_changed,
             standing.view_changed,
         )
-        self._has_lanes = settings.lanes
+        stillness = Stillness(session, servers, taking_part, outbox, calls, pushes)
         self._lane = Lane(
-            session, servers, taking_part, keys, plans, outbox, asker, calls, pushes, steps, self._waits, emit
+            stillness, view, servers, keys, plans, outbox, asker, steps, self._waits, emit, is_on=settings.lanes
         )
-        self._deadline = NEVER  # of all but the lane
-        self._is_deadline_old = True
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions, self._lane)
         barriers = BarrierCalls(asker, calls)
         returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
@@ -177,6 +174,10 @@ class WorkerMachine:
     # ── the machine's interface ──
 
     @property
+    def incarnation(self) -> int:
+        return self.session.incarnation
+
+    @property
     def run(self) -> int:
         return self.session.run
 
@@ -201,13 +202,13 @@ class WorkerMachine:
 
     def _takes_lane(self, event: Event, now: float) -> bool:
         """Whether the lane has done all that there is to do. Otherwise no call is in flight there any more."""
-        nothing_is_due = not self._is_deadline_old and now < self._deadline and now < self._lane.due_at
-        if self._lane.is_busy:
-            if nothing_is_due and isinstance(event, Received) and self._lane.take(event, now):
+        lane = self._lane
+        if lane.is_busy:
+            if isinstance(event, Received) and lane.take(event, now):
                 return True
             self._materialize()
-        elif nothing_is_due and isinstance(event, LocalCall) and isinstance(event.request, requests.Transfer):
-            return self._has_lanes and self._lane.begin(event, event.request, now)
+        elif isinstance(event, LocalCall) and isinstance(event.request, requests.Transfer):
+            return lane.begin(event, event.request, now)
         return False
 
     def _materialize(self) -> None:
@@ -223,7 +224,7 @@ class WorkerMachine:
 
     def _take_general_way(self, event: Event, now: float) -> None:
         effects = self._effects
-        self._is_deadline_old = True
+        self._lane.others_due_at = None
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, LocalCall):
@@ -252,13 +253,14 @@ class WorkerMachine:
         effects += self._outbox.pump(now)
 
     def next_deadline(self) -> float | None:
-        if self._is_deadline_old:
-            self._deadline = self._waits.due_at
+        others = self._lane.others_due_at
+        if others is None:
+            others = self._waits.due_at
             for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
-                if at is not None and at < self._deadline:
-                    self._deadline = at
-            self._is_deadline_old = False
-        earliest = min(self._deadline, self._lane.due_at)
+                if at is not None and at < others:
+                    others = at
+            self._lane.others_due_at = others
+        earliest = min(others, self._lane.due_at)
         return None if earliest == NEVER else earliest
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
