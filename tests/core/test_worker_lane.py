@@ -184,6 +184,19 @@ def test_a_pull_that_is_repeated_is_in_the_lane() -> None:
     assert isinstance(send.message, PullBatch)
 
 
+def test_a_pull_in_the_lane_says_which_keys_it_finds() -> None:
+    found: list[Any] = []
+    harness = repeated("w")
+    for _ in range(3):
+        harness.pull("w", finds=found.append)
+        while "DeclareBatch" in kinds(harness):
+            harness.declared()
+        was_in_lane = is_in_lane(harness)
+        answer(harness, 2)
+    assert was_in_lane
+    assert found == [[uint8(1)]] * 3
+
+
 def test_a_list_in_several_messages() -> None:
     """Two servers; one has answered when another call comes. Without the lane all is the same."""
     told = []

@@ -157,6 +157,8 @@ class Lane:
         plans = self._plans.known_of(keys)
         if not plans or not self._may_send(plans) or not _are_at_rest(keys, transfer.items):
             return False
+        if transfer.finds is not None:
+            transfer.finds([key.spec for key in keys if key is not None and key.spec is not None])
         windows = tuple([key.window for key in keys if key is not None])
         clock = windows[0].clock
         step, settled = self._steps.alone(clock + 1) if transfer.push else (0, 0)
