@@ -21,25 +21,35 @@ from kvd.testing.workloads.captured import Operators
 from kvd.testing.workloads.readings import Readers, Seen
 from kvd.testing.workloads.steps import Keys
 
-SEEDS = 5  # of each campaign in `make test`
+SEEDS = 4  # of each campaign in `make test`
+MOST_SEEDS = 20  # until what a campaign is about has happened
 SOAK_SEEDS = 1000  # of each campaign under -m soak
 FAILOVER_SEEDS = 2  # of each campaign in which servers die, in `make test`
 FUSED = ("mixed", "mixed, nasty", "lists", "lists, stale by 1", "list training")
 READ = tuple(name for name in CAMPAIGNS if name.startswith("watched"))
 TABLES = tuple(name for name in CAMPAIGNS if name.startswith("tables"))
 TABLE_SEEDS = 2  # one with an optimizer and one without
-MORE_SEEDS = {**dict.fromkeys(FUSED, 8), **dict.fromkeys(READ, 10), "watched, nasty": 20}  # until rare things happened
-SEEDS_OF = {**MORE_SEEDS, **dict.fromkeys(TABLES, TABLE_SEEDS)}
+SEEDS_OF = dict.fromkeys(TABLES, TABLE_SEEDS)
 
 Check = Callable[[], None]
 
 
+def has_passed(check: Check) -> bool:
+    try:
+        check()
+    except AssertionError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_campaign(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No checker complains, and what the campaign is about has happened."""
+    """No checker complains, and what the campaign is about has happened: more seeds until it has."""
     checks = [watch(monkeypatch) for watch, names in WATCHED if name in names]
-    for seed in range(SEEDS_OF.get(name, SEEDS)):
+    for seed in range(MOST_SEEDS):
         CAMPAIGNS[name].run(seed)
+        if seed + 1 >= SEEDS_OF.get(name, SEEDS) and all(map(has_passed, checks)):
+            return
     for check in checks:
         check()
 
