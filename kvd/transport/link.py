@@ -278,16 +278,18 @@ class Link:
             prefix = prefix_of(kind, len(gone), len(header), nbytes, segment, offset) + pack_numbers(gone)
         else:
             prefix = prefix_of(kind, 0, len(header), nbytes, segment, offset)
-        if waits:
-            self._out.hold(prefix + header)
-            return True
-        return self._push(b"".join((prefix, header, *pieces)), descriptor, nbytes > 0 and not pieces)
+        return self._push(b"".join((prefix, header, *pieces)), descriptor, nbytes > 0 and not pieces, waits)
 
-    def _push(self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False) -> bool:
+    def _push(
+        self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False, waits: bool = False
+    ) -> bool:
         if not self.is_up:
             return False
         try:
-            self._out.push(data, descriptor, more)
+            if waits:
+                self._out.hold(data)
+            else:
+                self._out.push(data, descriptor, more)
         except OSError as error:
             self._broken(error)
             return False

@@ -13,6 +13,7 @@ from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 
 QUEUE_LIMIT_BYTES = 2 * MAX_PAYLOAD_BYTES
 COST_OF_ENTRY_BYTES = 256  # memory that a queued piece takes besides its bytes
+MOST_JOINED_BYTES = 64 << 10  # what is joined may be one record of a sealed link, which its reader takes in at once
 
 FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # a plain number: faster than the enum
 
@@ -66,7 +67,8 @@ class Outgoing:
         self._epoll = epoll
         self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
-        self._held: list[bytes] = []  # goes with the next bytes that are pushed
+        self._held: list[bytes | memoryview] = []  # goes with the next bytes that are pushed
+        self._held_bytes = 0
         self._waits = False  # for room in the socket
         epoll.register(connection, select.EPOLLIN)
 
@@ -83,16 +85,22 @@ class Outgoing:
         """Whether some bytes are held back."""
         return bool(self._held)
 
-    def hold(self, data: bytes) -> None:
-        """Sends these bytes with the next ones that are pushed, ahead of them."""
+    def hold(self, data: bytes | memoryview) -> None:
+        """Sends these bytes with the next ones that are pushed, or ahead of them if they would be too many."""
+        if self._held and self._held_bytes + len(data) > MOST_JOINED_BYTES:
+            self._push_held()
         self._held.append(data)
+        self._held_bytes += len(data)
 
     def push(self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False) -> None:
         """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent.
         `more`: others are pushed at once."""
         if self._held:
-            data = b"".join((*self._held, data))
-            self._held.clear()
+            if self._held_bytes + len(data) > MOST_JOINED_BYTES:
+                self._push_held()
+            else:
+                data = b"".join((*self._held, data))
+                self._drop_held()
         if not self._waits:
             sent = self._writer.write(data, descriptor, more)
             if sent == len(data) and not self._writer.has_unsent:
@@ -104,6 +112,15 @@ class Outgoing:
         if len(data):
             self._queue.append((data, descriptor))
             self._queued_bytes += len(data) + COST_OF_ENTRY_BYTES
+
+    def _push_held(self) -> None:
+        data = b"".join(self._held)
+        self._drop_held()
+        self.push(data)
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
 
     def flush(self) -> None:
         """Sends as much of the queue as the socket takes, in a bounded number of writes."""
@@ -130,7 +147,7 @@ class Outgoing:
         self._queue = deque((bytes(data), descriptor) for data, descriptor in self._queue)
 
     def clear(self) -> None:
-        self._held.clear()
+        self._drop_held()
         self._queue.clear()
         self._queued_bytes = 0
         if self._waits:

@@ -60,7 +60,7 @@ class Children:
         try:
             if self._pipe.read(1) is None:
                 return False
-        except ValueError:  # it was closed, when it was seen that they have ended
+        except (OSError, ValueError):  # it was closed, when another thread saw that they have ended
             return True
         self._pipe.close()
         return True
@@ -146,7 +146,8 @@ class RemoteSegments:
         self._to_release: list[int] = []
         self._to_release_bytes = 0
         self._received = 0
-        _all_segments.add(self)
+        with _lending:  # a fork goes through them all
+            _all_segments.add(self)
 
     @property
     def has_unreleased(self) -> bool:
@@ -254,7 +255,7 @@ class _Fork:
 
 _open_sockets: weakref.WeakSet[LinkSocket] = weakref.WeakSet()
 _all_segments: weakref.WeakSet[RemoteSegments] = weakref.WeakSet()
-_lending = threading.Lock()
+_lending = threading.RLock()  # a signal handler may fork while its own thread lends
 _forks: list[_Fork] = []  # at most one, while `_lending` is held
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import kvd
 import kvd.aio
+from kvd.client.cluster.held_versions import FEW_KEYS
 from kvd.client.facades.blocking import backend_of
 from kvd.errors import KeyNotFound, NotAllowed
 from kvd.testing.cluster import LocalCluster, wait_until
@@ -277,19 +278,42 @@ def test_in_an_event_loop() -> None:
         asyncio.run(program())
 
 
+def test_keys_of_which_nothing_is_kept_are_forgotten(kv: kvd.KVStore) -> None:
+    names = [f"key {number}" for number in range(3 * FEW_KEYS)]
+    kv.init(names, [np.zeros(5000, np.float32)] * len(names))
+    kept = kv.pull(names[0], copy=False)
+    assert in_servers_memory(kept)
+    for name in names:
+        kv.pull(name, copy=False)
+    values: Any = backend_of(kv).values
+    assert len(values._held._held) <= FEW_KEYS + 1
+    assert is_held(kv, names[0]) == 1
+
+
 FORK = """
-import os, sys, numpy as np, kvd
+import os, sys, time, numpy as np, kvd
+from kvd.errors import StoreClosed
 kv = kvd.create("dist_sync")
 kv.init("w", np.zeros((300, 200), np.float32))
 kept = kv.pushpull("w", np.ones((300, 200), np.float32), copy=False)
+handles = [kv.pull_async("w", copy=copy) for copy in (False, True)]
+while not all(handle.done() for handle in handles):
+    time.sleep(0.001)
 reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
     os.close(writing)
     os.read(reading, 1)  # until the parent has made its steps
+    for handle in handles:  # their values are the parent's, who lets their memory be used again
+        try:
+            handle.wait()
+        except StoreClosed:
+            continue
+        sys.exit(4)
     sys.exit(0 if (kept == 1).all() else 3)
 os.close(reading)
-del kept
+assert all((handle.wait() == 1).all() for handle in handles)
+del kept, handles
 for value in range(2, 40):
     newest = kv.pushpull("w", np.full((300, 200), value, np.float32), copy=False)
     assert (newest == value).all()

@@ -197,6 +197,21 @@ def test_a_pull_in_the_lane_says_which_keys_it_finds() -> None:
     assert found == [[uint8(1)]] * 3
 
 
+def test_a_pull_in_the_lane_is_no_push() -> None:
+    """A broadcast asks whether this program has pushed to the key, or only its predecessor."""
+    harness = repeated("w")
+    assert harness.machine.has_pushed("w")
+    harness.call(requests.Rewind(0))
+    harness.pull("w")
+    assert is_in_lane(harness)
+    assert not harness.machine.has_pushed("w")
+    answer(harness, 0)
+    push(harness)
+    assert is_in_lane(harness)
+    assert harness.machine.has_pushed("w")
+    assert not harness.machine.has_pushed("v")
+
+
 def test_a_list_in_several_messages() -> None:
     """Two servers; one has answered when another call comes. Without the lane all is the same."""
     told = []

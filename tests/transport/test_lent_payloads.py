@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,16 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Peer, ServerPeer
-from kvd.transport.remote_segments import reference_to
+from kvd.transport.offered import MapBudget
+from kvd.transport.remote_segments import (
+    Children,
+    LinkSocket,
+    RemoteSegments,
+    _after_fork_in_parent,
+    _before_fork,
+    _lending,
+    reference_to,
+)
 from kvd.transport.segments import Bytes
 from tests.transport.host_harness import Node, connected, eventually, run
 from tests.transport.link_harness import MIB, End, block_of, pair, pattern, spans, until
@@ -138,6 +149,45 @@ def test_without_a_pipe_what_a_child_has_is_never_released(monkeypatch: pytest.M
         for _ in range(20):
             left.read()
         assert left.link.leases == 1
+
+
+def test_no_link_begins_while_a_child_is_forked() -> None:
+    """A fork goes through all links: one that comes meanwhile would end it in the middle."""
+    made = threading.Event()
+    ends = socket.socketpair()
+
+    def make() -> None:
+        RemoteSegments(LinkSocket(ends[0]), MapBudget())
+        made.set()
+
+    maker = threading.Thread(target=make)
+    _before_fork()
+    try:
+        maker.start()
+        assert not made.wait(0.1)
+    finally:
+        _after_fork_in_parent()
+    maker.join()
+    assert made.is_set()
+    ends[1].close()
+
+
+def test_a_signal_handler_may_fork_while_its_thread_lends() -> None:
+    with pair() as (left, right):
+        array = lent_array(left, right)
+        with _lending, forked():
+            assert array.tobytes() == pattern(MIB).tobytes()[8:]
+
+
+def test_two_threads_may_see_at_once_that_children_have_ended() -> None:
+    reading, writing = os.pipe()
+    children = Children(reading)
+    assert not children.have_ended()
+    os.close(writing)
+    closed = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(closed, reading)  # a read fails as if the other one had just closed it
+    os.close(closed)
+    assert children.have_ended()
 
 
 def test_a_small_part_of_a_buffer_is_copied_where_buffers_hold_many_keys() -> None:

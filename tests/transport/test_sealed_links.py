@@ -14,7 +14,8 @@ from kvd.core.principals import KeyRole, Principal
 from kvd.protocol.messages import PathKind
 from kvd.transport import sealed_stream
 from kvd.transport.curve import Curve, new_keypair
-from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.transport.frames import INLINE_BELOW_BYTES, MAX_HEADER_BYTES
+from kvd.transport.holding import MOST_HELD
 from kvd.transport.link_listener import TcpLinks
 from kvd.transport.sealing import RECORD_BYTES
 from tests.transport.host_harness import Node, eventually, run
@@ -63,6 +64,25 @@ def test_payloads_of_any_size_arrive(nbytes: int) -> None:
         assert payload is not None
         assert payload.readonly
         assert bytes(payload) == body.tobytes()
+
+    with_pair(program)
+
+
+def test_large_frames_that_were_held_arrive() -> None:
+    """Joined, they would be a record that is larger than what its reader has room for."""
+
+    async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
+        assert client.send(incarnation, b"hello")
+        await eventually(lambda: server.messages)
+        peer, holding = server.messages.pop()[0], server.transport.holding
+        headers = [bytes([number]) * (MAX_HEADER_BYTES // number) for number in range(1, MOST_HELD)]
+        holding.begin()
+        for header in headers:
+            assert server.send(peer, header)
+        assert server.send(peer, b"payload", bytes(K16))
+        holding.end()
+        await eventually(lambda: len(client.messages) == MOST_HELD)
+        assert [message[1] for message in client.messages] == [*headers, b"payload"]
 
     with_pair(program)
 

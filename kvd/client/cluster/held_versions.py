@@ -25,6 +25,8 @@ from kvd.transport.remote_segments import PayloadReference, reference_to
 
 logger = logging.getLogger("kvd")
 
+FEW_KEYS = 64
+
 Payloads: TypeAlias = dict[int, "memoryview | None"]
 
 
@@ -39,6 +41,7 @@ class HeldVersions:
         self._written = written
         self._lock = threading.Lock()
         self._held: dict[str, list[tuple[int, PayloadReference]]] = {}  # by key: address of the payload, and reference
+        self._most_keys = FEW_KEYS  # more of them are looked through
         self._has_warned = False
 
     def arrays(
@@ -89,10 +92,17 @@ class HeldVersions:
         for name, entries in zip(names, held, strict=True):
             entries.append((address, reference))
             self._held[name] = entries
+        if len(self._held) > self._most_keys:
+            self._forget_gone()
         return payload
 
     def _live(self, name: str) -> list[tuple[int, PayloadReference]]:
         return [entry for entry in self._held.get(name, ()) if not entry[1].is_over()]
+
+    def _forget_gone(self) -> None:
+        """Forgets the keys of which nothing is kept: a program may make and delete keys of ever new names."""
+        self._held = {name: live for name in self._held if (live := self._live(name))}
+        self._most_keys = max(FEW_KEYS, 2 * len(self._held))
 
     def _warn(self, name: str) -> None:
         if not self._has_warned:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from kvd.client.calls.checks import forked_error
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.values import Array, fresh_target, in_places
 from kvd.client.cluster.held_versions import HeldVersions
@@ -24,6 +26,7 @@ class NewValues:
         self._names = names
         self._held = held
         self._specs: Sequence[KeySpec] = ()
+        self._pid = os.getpid()
 
     def found(self, specs: Sequence[KeySpec]) -> None:
         """The keys have these shapes and dtypes: to be told before the bytes arrive."""
@@ -34,7 +37,13 @@ class NewValues:
         return in_places(keys, self.arrays(), shared=self._held is not None)
 
     def arrays(self) -> list[Array]:
-        """The values, one per name."""
+        """The values, one per name.
+
+        Raises:
+            StoreClosed: in a child of the process that asked for them: that lets their memory be used again.
+        """
+        if self._pid != os.getpid():
+            raise forked_error()
         if self._held is not None:
             return self._held.arrays(self._names, self.buffers, self._specs)
         targets = [fresh_target(spec) for spec in self._specs]

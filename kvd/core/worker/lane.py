@@ -145,8 +145,9 @@ class Lane:
         return self._flight is not None
 
     def pushes(self, name: str) -> bool:
-        """Whether the call in flight pushes this key."""
-        return self._flight is not None and any(item.key == name for item in self._flight.transfer.items)
+        """Whether the call in flight pushes this key. Any thread may ask: the call may end meanwhile."""
+        flight = self._flight
+        return flight is not None and flight.transfer.push and any(item.key == name for item in flight.transfer.items)
 
     def begin(self, event: LocalCall, transfer: requests.Transfer, now: float) -> bool:
         """Takes the call and sends its messages, if it may. False: nothing was done, and it goes the general way."""
