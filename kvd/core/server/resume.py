@@ -121,9 +121,8 @@ class Resumption:
             group, slice_ = target.group, target.slice
             closed = group.log.version
             group.log.activate(rank, activate.clock)
-            if slice_ is not None and self._records.is_held(group.partition):
-                clock = group.log.staged_clock(rank) if group.log.sync else activate.clock  # what is staged is not held
-                record = HoldActivated(0, group.partition, slice_.slice_id, closed, rank, clock)
+            if slice_ is not None and self._records.is_held(group.partition):  # what is staged is not
+                record = HoldActivated(0, group.partition, slice_.slice_id, closed, rank, activate.clock)
                 records.append((group.partition, record))
         for target in targets:
             self._advance(target.group)
@@ -154,7 +153,6 @@ class Resumption:
             clock = log.clock_of_step(message.first, message.step - 1) if message.step else _newest_clock(log)
             log.activate(rank, clock, place)
             if self._records.is_held(group.partition):
-                clock = log.staged_clock(rank)
                 records += [
                     (group.partition, HoldActivated(0, group.partition, slice_.slice_id, version, rank, clock, place))
                     for slice_ in group.slices
