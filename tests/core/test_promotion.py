@@ -151,6 +151,21 @@ def test_a_late_copy_of_a_step_into_the_rounds_does_not_either() -> None:
     assert run.value(B).tolist() == [4, 8]
 
 
+def test_in_async_mode_a_late_copy_of_a_step_into_the_rounds_moves_nobody() -> None:
+    """Others have pushed since: their clocks are not those that the worker goes on from."""
+    run = ready(SGD(1.0), mode="async")
+    for clock in (1, 2, 3):
+        run.push(0, clock, 0 * ONE)
+    into = StepInto(run.request(), 0, 0)
+    assert run.say(1, into) == [Done(into.request)]
+    for clock in (4, 5):
+        run.push(0, clock, 0 * ONE)
+    assert run.say(1, into) == [Done(into.request)]
+    assert run.push(1, 4, ONE, request=501) == [Done(501)]
+    assert run.value(A).tolist() == run.value(B).tolist() == [0, 0]  # the first value, less the gradient
+    assert run.picture(A) == run.picture(B)
+
+
 def test_in_async_mode_a_late_copy_of_an_activation_counts_nothing_after_a_failover_either() -> None:
     """The push of worker 1 waits for the update of worker 0 when the copy comes, and then the server dies."""
     run = ready(SGD(1.0), mode="async")

@@ -214,7 +214,9 @@ def test_a_change_of_servers_and_of_all_runs_is_short_enough_for_a_message() -> 
     """With the longest names, in characters of 4 bytes."""
 
     def cluster_of(phase: RunPhase, state: MemberState) -> View:
-        runs = tuple([RunEntry(BIGGEST - n, "\U0001f600" * 81, "\U0001f600" * 64, phase, 4000) for n in range(MAX_RUNS)])
+        runs = tuple(
+            [RunEntry(BIGGEST - n, "\U0001f600" * 81, "\U0001f600" * 64, phase, 4000) for n in range(MAX_RUNS)]
+        )
         return replace(giant(0), members=tuple([who._replace(state=state) for who in servers]), runs=runs)
 
     servers = [who._replace(node_id="\U0001f600" * 128) for who in giant(0).members[:30]]
