@@ -206,7 +206,7 @@ class Crowd:
 
     def all_know_all(self) -> bool:
         """Whether each worker knows the state of each other."""
-        return all(len(self._sessions[peer].view.members) >= self.workers for peer in self.workers_there())
+        return all(len(self._sessions[peer].view.members) == self.workers + 1 for peer in self.workers_there())
 
     def barrier(self, generation: int) -> Cost:
         self.take_cost()

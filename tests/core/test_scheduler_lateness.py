@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import LogEntry, Persist, Persisted, Tick
+from kvd.core.machine import LogEntry, Persist, Persisted, Send, Tick
 from kvd.core.scheduler.lateness import LOG_INTERVAL_S
+from kvd.core.scheduler.views import TOLD_AT_ONCE
 from kvd.protocol.messages import (
     Departure,
     Done,
@@ -269,3 +270,19 @@ def test_nobody_waits_for_one_that_does_not_come_in_after_all(how: Taking | None
         take(harness, 1, how)
     assert isinstance(answer(take(harness, 2, Taking.IN), Done), Done)
     assert states(harness) in ("back back returning", "back lost returning")
+
+
+def test_one_that_comes_in_while_announcements_pause_asks_a_second_time_at_most() -> None:
+    """It asks until it knows the view that lets it in, which among many nodes may be announced later."""
+    harness = Harness(cluster(TOLD_AT_ONCE + 1)._replace(max_workers=TOLD_AT_ONCE + 5))
+    harness.join("server", SERVER, "s")
+    for rank in range(TOLD_AT_ONCE + 2):
+        harness.worker(rank)
+    rank = TOLD_AT_ONCE + 1
+    known = harness.machine.epoch
+    told = harness.say(worker_id(rank), TakePart(30, Taking.IN), view=known)
+    assert [message for message in said(told) if isinstance(message, View | Done)] == [Done(30)]
+    assert harness.machine.epoch > known
+    again = harness.say(worker_id(rank), TakePart(31, Taking.IN), view=known)
+    own = [send.message for send in of(Send, again) if send.peer == worker_id(rank)]
+    assert [type(message) for message in own] == [View, Done]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.scheduler.runs import MAX_KEPT, MAX_LIVE
 from kvd.protocol.messages import (
     BIGGEST,
+    MAX_MEMBERS,
     MAX_RUNS,
     NO_RANK,
     NO_RUN,
@@ -132,6 +134,15 @@ def test_a_run_of_a_giant_number_of_workers_does_not_begin(run: int) -> None:
     assert isinstance(refused, Refused)
     assert refused.error is ErrorCode.CONFIG_ERROR
     assert scheduler.phases() == []
+
+
+def test_a_run_that_no_record_could_have_is_not_taken_over() -> None:
+    """Else a scheduler could not read its own record when it starts again."""
+    scheduler = Scheduler()
+    fits, too_many = (RunEntry(run, f"job-{run}", "t", RunPhase.RUNNING, MAX_MEMBERS - run) for run in (1, 0))
+    scheduler.server_joins(fits, too_many._replace(run=9))
+    assert [entry.run for entry in scheduler.router.runs.entries()] == [1]
+    SchedulerRouter.check_record(json.loads(json.dumps(scheduler.router.record())))
 
 
 def test_a_run_that_a_worker_comes_back_to_goes_on() -> None:

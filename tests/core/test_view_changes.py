@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 from kvd.core.machine import SCHEDULER, CallerPeer, Received, Send
 from kvd.core.membership import ViewState
 from kvd.core.pseudonyms import public_view
-from kvd.core.scheduler.view_history import MAX_LEFT, ViewHistory, pages
+from kvd.core.scheduler.view_history import MAX_LEFT, MAX_TOLD, ViewHistory, pages
 from kvd.core.scheduler.views import PAUSE_S, TOLD_AT_ONCE, Listener, Views
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_MEMBERS,
+    MAX_RUNS,
     Done,
     Epoch,
     Heartbeat,
@@ -183,6 +185,48 @@ def test_of_places_that_were_given_back_so_many_are_remembered() -> None:
     (change,) = history.told(2, to_servers=True)
     assert isinstance(change, ViewChange)
     assert len(change.left) == MAX_LEFT
+
+
+def test_places_that_are_forgotten_do_not_bring_back_settings_that_have_changed_since() -> None:
+    everyone = [member("worker", rank) for rank in range(MAX_LEFT + 2)]
+    history = ViewHistory(view(CLUSTER, everyone), 1)
+    for gone in range(1, MAX_LEFT + 1):
+        history.add(view(CLUSTER, everyone[gone:]), gone + 1)
+    decided = CLUSTER._replace(merge="mean")
+    history.add(view(decided, everyone[MAX_LEFT:]), MAX_LEFT + 2)
+    history.add(view(decided, everyone[MAX_LEFT + 1 :]), MAX_LEFT + 3)
+    node = ViewState()
+    node.update(Epoch(1, MAX_LEFT), view(CLUSTER, everyone[MAX_LEFT - 1 :]))
+    assert take(node, Epoch(1, MAX_LEFT + 3), history.told(MAX_LEFT, to_servers=True))
+    assert shown(node) == known(history.newest)
+
+
+def test_what_nodes_say_that_they_know_takes_no_memory_for_good() -> None:
+    history = ViewHistory(view(CLUSTER, []), 0)
+    for change in range(1, 3 * MAX_TOLD):
+        history.add(view(CLUSTER, [member("worker", change % 40)]), change)
+    for base in range(3 * MAX_TOLD):
+        assert history.told(base, to_servers=False)
+    assert len(history._known) <= MAX_TOLD
+
+
+def test_a_change_of_servers_and_of_all_runs_is_short_enough_for_a_message() -> None:
+    """With the longest names, in characters of 4 bytes."""
+
+    def cluster_of(phase: RunPhase, state: MemberState) -> View:
+        runs = tuple(
+            [RunEntry(BIGGEST - n, "\U0001f600" * 81, "\U0001f600" * 64, phase, 4000) for n in range(MAX_RUNS)]
+        )
+        return replace(giant(0), members=tuple([who._replace(state=state) for who in servers]), runs=runs)
+
+    servers = [who._replace(node_id="\U0001f600" * 128) for who in giant(0).members[:30]]
+    first = cluster_of(RunPhase.FORMING, MemberState.ACTIVE)
+    history, node = ViewHistory(first, 1), ViewState()
+    assert take(node, Epoch(1, 1), history.told(None, to_servers=True))
+    newest = cluster_of(RunPhase.RUNNING, MemberState.DEAD)
+    history.add(newest, 2)
+    assert take(node, Epoch(1, 2), history.told(1, to_servers=True))
+    assert shown(node) == known(newest)
 
 
 # ── who is told, and when ──

@@ -436,7 +436,8 @@ class SchedulerMachine:
 
     def _take_part(self, event: Received, message: TakePart, now: float) -> None:
         seat = self._sender_seat(event, message.request, now)
-        if seat is not None:
+        if seat is not None:  # who asks again lacks the view that says so, which may be announced later
+            self._out += self._views.catch_up(Listener(event.peer, seat.member.role, event.sender), event.epoch)
             self._follow(event.peer, self._taking_part.take_part(seat, message))
 
     def _late(self, event: Received, message: Late, now: float) -> None:

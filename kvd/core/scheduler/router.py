@@ -35,14 +35,13 @@ from kvd.core.machine import (
     Stop,
 )
 from kvd.core.pseudonyms import pseudonym
-from kvd.core.scheduler.agreement import malformation
+from kvd.core.scheduler.agreement import malformation, size_problem
 from kvd.core.scheduler.door import Door
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.scheduler.record import check_cluster
 from kvd.core.scheduler.runs import MAX_LIVE, TOO_MANY, Choice, Runs, RunSlot
 from kvd.core.scheduler.saving import Saving
 from kvd.protocol.messages import (
-    MAX_MEMBERS,
     NO_RUN,
     NO_VIEW,
     Done,
@@ -298,7 +297,8 @@ class SchedulerRouter:
         """A server brings the runs that it knows: a scheduler whose record is lost has no other source."""
         for entry in entries:
             is_new = self._runs.find(entry.run) is None and entry.phase is not RunPhase.GONE
-            if is_new and entry.run > 0 and entry.num_workers <= MAX_MEMBERS and self._runs.has_room(entry.phase):
+            fits = size_problem(self._settings_of(entry.num_workers).cluster) is None  # else no record could have it
+            if is_new and entry.run > 0 and fits and self._runs.has_room(entry.phase):
                 self._add(self._new_slot(entry, now))
 
     def _new_slot(self, entry: RunEntry, now: float) -> RunSlot:

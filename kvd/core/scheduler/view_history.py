@@ -9,7 +9,9 @@ from kvd.protocol.messages import Member, NodeName, Partition, RunEntry, View, V
 
 PAGE_BYTES = 40 << 10  # of the 64 KiB of a header, for the members of one message
 MAX_LEFT = 1024  # places that were given back, remembered
+MAX_TOLD = 64  # answers to nodes that know different views: a node says which it knows
 MEMBER_BYTES = 80  # of a member in a message, without its texts: as msgpack, numbers and the lengths of texts at most
+RUN_BYTES = 32  # of a run, without its texts
 
 Place = tuple[str, int]
 Told = tuple[View, ...] | tuple[ViewChange, ...]
@@ -66,6 +68,8 @@ class ViewHistory:
             whole = self._view if to_servers else self.public
             change = None if base < 0 else self._since(base, to_servers=to_servers)
             found = pages(whole) if change is None else (change,)
+            if len(self._known) >= MAX_TOLD:
+                self._known.clear()
             self._known[to_servers, base] = found
         return found
 
@@ -84,7 +88,8 @@ class ViewHistory:
                 del self._members[place], self._pseudonymous[place]
                 self._left[place] = change
                 if len(self._left) > MAX_LEFT:
-                    _, self._reaches_back_to = self._left.popitem(last=False)
+                    _, forgotten = self._left.popitem(last=False)
+                    self._reaches_back_to = max(self._reaches_back_to, forgotten)
 
     def _take_partitions(self, before: tuple[Partition, ...], after: tuple[Partition, ...], change: int) -> None:
         if len(before) != len(after):
@@ -97,8 +102,9 @@ class ViewHistory:
 
     def _since(self, base: int, *, to_servers: bool) -> ViewChange | None:
         """None: it would not be much shorter than the whole view, or too long for a message."""
+        has_runs = self._runs_since > base and to_servers
         members: list[Member] = []
-        nbytes = 0
+        nbytes = sum([run_nbytes(run) for run in self._view.runs]) if has_runs else 0
         for place in reversed(self._members):
             member, change = self._members[place]
             if change <= base:
@@ -116,9 +122,8 @@ class ViewHistory:
                 if self._partitions_since[number] > base
             ]
         )
-        runs: tuple[RunEntry, ...] = self._view.runs if to_servers else ()
-        has_runs = self._runs_since > base and to_servers
-        return ViewChange(base, tuple(members), left, partitions, has_runs, runs if has_runs else ())
+        runs = self._view.runs if has_runs else ()
+        return ViewChange(base, tuple(members), left, partitions, has_runs, runs)
 
 
 def pages(view: View) -> tuple[View, ...]:
@@ -144,3 +149,8 @@ def member_nbytes(member: Member) -> int:
     """What a member takes in a message, at most."""
     texts = member.node_id, member.address, member.reason, member.key, member.principal
     return MEMBER_BYTES + sum([len(text.encode()) for text in texts])
+
+
+def run_nbytes(run: RunEntry) -> int:
+    """What a run takes in a message, at most."""
+    return RUN_BYTES + len(run.job.encode()) + len(run.token.encode())

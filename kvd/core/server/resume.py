@@ -65,6 +65,7 @@ class Resumption:
         self._elsewhere = elsewhere
         self._agreement = agreement
         self._advance = advance
+        self._stepped_in: dict[int, tuple[int, int]] = {}  # rank → who has stepped in, and its latest request for that
         self.handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             ClockQuery: self.clocks,
             Activate: self.activate,
@@ -121,9 +122,8 @@ class Resumption:
             group, slice_ = target.group, target.slice
             closed = group.log.version
             group.log.activate(rank, activate.clock)
-            if slice_ is not None and self._records.is_held(group.partition):
-                clock = group.log.staged_clock(rank) if group.log.sync else activate.clock  # what is staged is not held
-                record = HoldActivated(0, group.partition, slice_.slice_id, closed, rank, clock)
+            if slice_ is not None and self._records.is_held(group.partition):  # what is staged is not
+                record = HoldActivated(0, group.partition, slice_.slice_id, closed, rank, activate.clock)
                 records.append((group.partition, record))
         for target in targets:
             self._advance(target.group)
@@ -144,17 +144,20 @@ class Resumption:
         rank = self._attachments.rank_of(event, message.request)
         if rank is None or not self._waits_for(rank, event, message.request):
             return
-        self._agreement.comes_in(rank)
+        is_copy = self._is_copy(rank, event, message)
+        if not is_copy:
+            self._agreement.comes_in(rank)
         records = []
         kind = PlaceKind.OUTSIDE if message.is_past_loop else PlaceKind.STEP
         place = place_of(kind, message.step) if message.step else NO_PLACE
         groups = list(self._table.groups.values())
         for group in groups:
             log, version = group.log, group.log.version
-            clock = log.clock_of_step(message.first, message.step - 1) if message.step else _newest_clock(log)
-            log.activate(rank, clock, place)
-            if self._records.is_held(group.partition):
-                clock = log.staged_clock(rank)
+            if not is_copy:
+                clock = log.clock_of_step(message.first, message.step - 1) if message.step else _newest_clock(log)
+                log.activate(rank, clock, place)
+            if self._records.is_held(group.partition):  # what is staged is not
+                clock = log.progress_of(rank).skipped if log.sync else log.committed_clock(rank)
                 records += [
                     (group.partition, HoldActivated(0, group.partition, slice_.slice_id, version, rank, clock, place))
                     for slice_ in group.slices
@@ -162,6 +165,15 @@ class Resumption:
         for group in groups:
             self._advance(group)
         self._records.hold_in(records, lambda: self._effects.send(event.peer, Done(message.request)))
+
+    def _is_copy(self, rank: int, event: Received, message: StepInto) -> bool:
+        """Whether the worker has stepped in with this request before. The others have gone on since: it must not be
+        moved to where they are now, past pushes of its own."""
+        sender, request = self._stepped_in.get(rank, (0, 0))
+        if sender == event.sender and message.request <= request:
+            return True
+        self._stepped_in[rank] = event.sender, message.request
+        return False
 
     def _waits_for(self, rank: int, event: Received, request: int) -> bool:
         """Whether the rounds wait for this rank, as this server's view says, which is not older than the sender's. If
