@@ -140,7 +140,7 @@ def _parted(key: str | int, value: Any) -> tuple[Any, Any]:
     if _is_sparse_tensor(value):
         return _parted_tensor(key, value)
     if _is_sparse_matrix(value):
-        return _parted_matrix(value)
+        return _parted_matrix(key, value)
     if isinstance(value, tuple) and len(value) == 2:
         return value[0], value[1]
     text = f"key {key!r} is a table: push kvd.RowSparseArray(ids, rows), or a sparse tensor of torch; "
@@ -163,8 +163,11 @@ def _is_sparse_matrix(value: Any) -> bool:
     return type(value).__module__.startswith(("scipy.sparse.", "cupyx.scipy.sparse.")) and hasattr(value, "tocsr")
 
 
-def _parted_matrix(matrix: Any) -> tuple[Any, Any]:
+def _parted_matrix(key: str | int, matrix: Any) -> tuple[Any, Any]:
     """Of a sparse matrix as SciPy's or CuPy's: those of its rows that have entries."""
+    if len(matrix.shape) != 2:
+        text = f"key {key!r} is a table: the sparse array has the shape {matrix.shape}, of rows it has two dimensions"
+        raise ShapeMismatch(text, key=key)
     by_row = matrix.tocsr()
     counts = np.diff(as_array(by_row.indptr))
     columns, elements = as_array(by_row.indices), as_array(by_row.data)
