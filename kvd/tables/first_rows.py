@@ -36,7 +36,7 @@ def first_rows(table: RowSparse, key: str | int) -> StoredRows | None:
             text = f"table {key!r} has the shape {shape}, and the values that it is to begin with {whole.shape}: "
             raise ShapeMismatch(f"{text}give all its rows, or some of them as kvd.RowSparseArray(ids, rows)", key=key)
         values = (np.arange(len(whole) if whole.ndim else 0), whole)
-    merged = added_up(*rows_for(table, key, values))
+    merged = added_up(*rows_for(table, key, values, is_first=True))
     return StoredRows(merged.ids, merged.rows(), {}, 0)
 
 
