@@ -91,11 +91,9 @@ class TableParts:
         for pushed in () if job.is_merged or job.is_final else given:
             self._check_part(extent.key, extent.slice_index, pushed.rows.ids)
         self._end_reading((extent.key, extent.slice_index))
-        merged = part.update(None if optimizer is None else optimizer_for(optimizer, extent.key), given, mode)
-        if not job.keeps_merged:
-            return _version_of(part)
-        made = part.payload_of(merged, self._allocate)
-        return _version_of(part), Span(made, 0, made.nbytes)
+        optimizer = None if optimizer is None else optimizer_for(optimizer, extent.key)
+        made = part.update(optimizer, given, mode, self._allocate if job.keeps_merged else None)
+        return _version_of(part) if made is None else (_version_of(part), Span(made, 0, made.nbytes))
 
     def _check_part(self, key: str, index: int, ids: Ids) -> None:
         parts = self._parts_of_table[key, index]

@@ -29,6 +29,7 @@ class Candidates:
     def __init__(self, remembered: int = LEAST_REMEMBERED) -> None:
         self._remembered = remembered
         self._young, self._old = _Generation(), _Generation()
+        self._following: list[_Generation] = []  # those that will be the young ones: of what is to come
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -45,9 +46,19 @@ class Candidates:
         counts[rest] = np.maximum(self._old.counts(ids[rest]), 0)
         return counts
 
-    def reserve(self, more: int) -> None:
-        """Have room for so many to come. Raises MemoryError, and is as it was then."""
-        self._young.reserve(min(more, self._remembered))
+    def reserve(self, more: int, rows: int) -> None:
+        """Have room for so many to come. Raises MemoryError, and is as it was then.
+
+        Args:
+            rows: see `set`.
+        """
+        full = self._full(rows)
+        self._young.reserve(min(more, full))
+        self._following = []
+        if len(self._young) + more >= full:  # it may become the old one
+            for first in range(full, more + full, full):
+                self._following.append(_Generation())
+                self._following[-1].reserve(max(0, min(more - first, full)))
 
     def set(self, ids: Ids, counts: Counts, rows: int) -> None:
         """These were named so often.
@@ -55,17 +66,23 @@ class Candidates:
         Args:
             rows: of the table: a fourth of as many candidates are remembered, if that is more.
         """
-        full = max(self._remembered, rows // 4)
+        full = self._full(rows)
         for first in range(0, len(ids), full):
             part = slice(first, first + full)
             self._young.set(ids[part], counts[part])
             if len(self._young) >= full:
-                self._young, self._old = _Generation(), self._young
+                following = self._following.pop(0) if self._following else _Generation()
+                self._young, self._old = following, self._young
+        self._following = []
 
     def forget(self, ids: Ids) -> None:
         """These begin with 0."""
         self._young.set_to_zero(ids)
         self._old.set_to_zero(ids)
+
+    def _full(self, rows: int) -> int:
+        """How many candidates a generation has before the next one begins."""
+        return max(self._remembered, rows // 4)
 
     def state(self) -> dict[str, Ids]:
         """All there is to know of them: for each generation, ids ascending, and their counts."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,19 +44,28 @@ class Columns:
         """What the optimizer keeps of each row: names, and numbers per row."""
         return {name: arena.width for name, arena in self.slots.items()}
 
-    def have_slots(self, widths: Mapping[str, int], *, replace: bool = False) -> None:
-        """Have these slots beside those that are there.
+    @contextmanager
+    def having_slots(self, widths: Mapping[str, int], *, alone: bool = False) -> Iterator[None]:
+        """Have these slots, new ones without rows, and one of another width is made again. If what is done with them
+        raises, the slots are what they were.
 
         Args:
-            replace: one of another width is made again.
+            alone: forget all that is there.
         """
+        before = self.slots
+        self.slots = {} if alone else before.copy()
         for name, width in widths.items():
-            if name not in self.slots or (replace and self.slots[name].width != width):
+            if name not in self.slots or self.slots[name].width != width:
                 self.slots[name] = RowArena(width, self._dtype)
+        try:
+            yield
+        except BaseException:
+            self.slots = before
+            raise
 
-    def keep_slots(self, names: Iterable[str]) -> None:
-        """Forget all slots but these."""
-        self.slots = {name: self.slots[name] for name in names}
+    def forget_slots(self) -> None:
+        """Have no slots."""
+        self.slots = {}
 
     def require(self, count: int) -> None:
         """Have room for so many rows. Raises MemoryError, and what is there stays."""

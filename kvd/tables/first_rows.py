@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.compute.tensors import as_array
+from kvd.errors import ShapeMismatch
 from kvd.protocol.specs import padded
 from kvd.tables.description import RowSparse
 from kvd.tables.duplicates import added_up
@@ -29,10 +30,13 @@ def first_rows(table: RowSparse, key: str | int) -> StoredRows | None:
     values = table.values
     if values is None:
         return None
-    if not is_row_sparse(values) and not isinstance(values, tuple | list):
+    if not is_row_sparse(values) and not _are_pairs(values):
         whole = as_array(values)
+        if table.rows is not None and whole.shape != (shape := (table.rows, *table.row_shape)):
+            text = f"table {key!r} has the shape {shape}, and the values that it is to begin with {whole.shape}: "
+            raise ShapeMismatch(f"{text}give all its rows, or some of them as kvd.RowSparseArray(ids, rows)", key=key)
         values = (np.arange(len(whole) if whole.ndim else 0), whole)
-    merged = added_up(*rows_for(table, key, values))
+    merged = added_up(*rows_for(table, key, values, is_first=True))
     return StoredRows(merged.ids, merged.rows(), {}, 0)
 
 
@@ -70,6 +74,11 @@ def pages_of(stored: StoredRows, parts: int, memory: Callable[[int], Array]) -> 
             begin += padded(page.nbytes)
         ranges.append(tuple(own))
     return RowPages(data, tuple(ranges))
+
+
+def _are_pairs(values: object) -> bool:
+    """Whether they are ids and rows, or a list of such."""
+    return all(isinstance(each, tuple) for each in values) if isinstance(values, list) else isinstance(values, tuple)
 
 
 def _private(nbytes: int) -> Array:

@@ -49,6 +49,14 @@ class InitialRows:
         """Whether all of them are zeros."""
         return isinstance(self._initializer, Zeros)
 
+    def rows(self, ids: Ids) -> Array | None:
+        """The rows of these ids, shape (ids, width); None: there are none, or they are zeros, as new memory is."""
+        if not len(ids) or self.are_zeros:
+            return None
+        rows = np.empty((len(ids), self._width), self._dtype)
+        self.fill(ids, rows)
+        return rows
+
     def fill(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids into ``out``, of shape (ids, width)."""
         match self._initializer:

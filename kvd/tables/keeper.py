@@ -96,7 +96,7 @@ class Keeper:
         counts = self._candidates.counts(named) + 1
         enough = counts >= self._keeping.admit_after
         self._naming = _Naming(named[~enough], counts[~enough], named[enough])
-        self._candidates.reserve(len(self._naming.waiting))
+        self._candidates.reserve(len(self._naming.waiting), len(self._index) + len(self._naming.admitted))
         mask = np.ones(len(ids), bool)
         mask[absent] = enough
         return mask
@@ -154,28 +154,30 @@ class Keeper:
         if self._recency is not None:
             self._recency.reserve(count, touched)
 
-    def note(self, places: Places, num_named: int) -> None:
-        """The update was made, of the rows at these places, each of which is there once.
+    def note(self, ids: Ids, places: Places, num_named: int) -> None:
+        """The update was made: it cannot fail any more, so this needs no memory but what was reserved.
 
         Args:
+            ids, places: of the rows that it has changed, ids ascending, each once.
             num_named: how many rows there would be if none went.
         """
         self.number += 1
         if self._recency is not None:
-            self._recency.note(places, self.number)
+            self._recency.note(ids, places, self.number)
         if self._candidates is not None and self._naming is not None:
             self._candidates.forget(self._naming.admitted)
             self._candidates.set(self._naming.waiting, self._naming.counts, num_named)
         self._naming = None
 
-    def stored(self, places: Places, num_before: int) -> None:
-        """The rows at these places, for which room was reserved, were stored: they are as old as the newest update.
+    def stored(self, ids: Ids, places: Places, num_before: int) -> None:
+        """The rows of these ids, in any order, at these places, for which room was reserved, were stored: they are as
+        old as the newest update.
 
         Args:
             num_before: how many rows there were: places from there on are new.
         """
         if self._recency is not None:
-            self._recency.stored(places, self.number, num_before)
+            self._recency.stored(ids, places, self.number, num_before)
 
     # ── evictions ──
 

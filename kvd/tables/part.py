@@ -97,12 +97,8 @@ class TablePart:
         rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
         return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples, is_ascending=True)
 
-    def payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
-        """Merged rows as `pushed` takes them.
-
-        Args:
-            allocate: gives so many bytes, as uint8.
-        """
+    def _payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
+        """Merged rows as `pushed` takes them."""
         dtype, width = self.description.numpy_dtype, self.description.width
         rows_at = merged.ids.nbytes
         made = allocate(rows_at + merged.num_rows * width * dtype.itemsize)
@@ -112,20 +108,31 @@ class TablePart:
 
     # ── updates ──
 
-    def update(self, optimizer: Optimizer | None, contributions: Sequence[Contributed], mode: MergeMode) -> MergedRows:
-        """Makes the next version, and returns the merged rows that made it: they refer to the contributions.
+    def update(
+        self,
+        optimizer: Optimizer | None,
+        contributions: Sequence[Contributed],
+        mode: MergeMode,
+        allocate: Callable[[int], Array] | None = None,
+    ) -> Array | None:
+        """Makes the next version.
 
         Once rows are changed, the update counts. If there is no memory then to put rows aside, the versions before
         cannot be read any more.
 
         Args:
             optimizer: None: the merged rows replace those that are there.
+            allocate: gives so many bytes, as uint8, for the merged rows; None: nobody wants them.
+
+        Returns:
+            The merged rows that made the version, as `pushed` takes them; None: nobody wants them.
 
         Raises:
             NotAllowed: the optimizer updates no single rows, or there would be too many rows. Nothing was changed.
-            MemoryError: there is no memory for new rows. No row was changed.
+            MemoryError: there is no memory for new or merged rows. No row was changed.
         """
         merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
+        made = None if allocate is None else self._payload_of(merged, allocate)  # while the update may still fail
         before = self._earlier.room(merged.num_rows)
         if optimizer is None:
             updated = self.table.assign_merged(merged, before)
@@ -137,7 +144,7 @@ class TablePart:
             self._earlier.put_aside(ids, before, updated.evicted)
         except MemoryError:
             self._earlier.forget()
-        return merged
+        return made
 
     def store(self, stored: StoredRows) -> None:
         """Puts rows in place of those of their ids: the next version, before which there is none.
@@ -161,9 +168,7 @@ class TablePart:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for them.
         """
-        if is_first:
-            self.table.forget_optimizer()
-        self.table.store_state(stored.ids, stored.slots)
+        self.table.store_state(stored.ids, stored.slots, is_first=is_first)
         self.table.step = stored.updates
 
     def forget_optimizer(self) -> None:

@@ -66,23 +66,25 @@ class Recency:
         self._named = _NONE
         self._oldest_end = 0
 
-    def note(self, places: Places, number: int) -> None:
-        """The rows at these places were updated. Room was reserved."""
+    def note(self, ids: Ids, places: Places, number: int) -> None:
+        """The rows of these ids, ascending, at these places were updated. Room was reserved."""
         self._last.where_they_lie()[places, 0] = number
         self._named = _NONE
         if self._queue is not None:
             self._queue.drop(self._oldest_end)
             self._oldest_end = 0
-            self._queue.append(np.sort(self._index.ids_at(places)), number)
+            self._queue.append(ids, number)
 
-    def stored(self, places: Places, number: int, num_before: int) -> None:
+    def stored(self, ids: Ids, places: Places, number: int, num_before: int) -> None:
         """The same, but it is no update: rows may be stored again, and still have one entry with this number.
 
         Args:
+            ids: in any order.
             num_before: how many rows there were: places from there on are new.
         """
         again = (places < num_before) & (self._last.where_they_lie()[places, 0] == number)
-        self.note(places[~again], number)
+        order = np.argsort(ids[~again])
+        self.note(ids[~again][order], places[~again][order], number)
         if self._queue is not None:
             stored = self._queue.ids[self._queue.end_of(number - 1) :]
             if bool((stored[1:] < stored[:-1]).any()):

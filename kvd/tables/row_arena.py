@@ -117,7 +117,9 @@ class RowArena:
 
         Memory is given back when more than a half of it is unused.
         """
-        self._rows[moves.holes] = self._rows[moves.sources]
+        for first in range(0, len(moves.holes), self._block):  # some at a time: NumPy copies them on the way
+            part = slice(first, first + self._block)
+            self._rows[moves.holes[part]] = self._rows[moves.sources[part]]
         if len(self._rows) > 2 * (moves.left + self._block):
             self._resize(moves.left + moves.left // _GROWTH + self._block)
         self._rows[moves.left : moves.was] = 0

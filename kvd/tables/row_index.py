@@ -132,19 +132,27 @@ class RowIndex:
         self._count = count
         return moves
 
-    def replace(self, places: Places, ids: Ids) -> None:
-        """Give these places, each of which is there once, to ids that have none. It needs no memory that stays."""
+    def replace(self, places: Places, ids: Ids, more: int = 0) -> None:
+        """Give these places, each of which is there once, to ids that have none. It needs no memory that stays; if
+        there is none at all, it raises MemoryError, and nothing was changed.
+
+        Args:
+            more: so many ids will be inserted, for which slots were reserved: they will need no others.
+        """
         if not len(places):
             return
         assert self._by_place is not None
-        self._ids[self._slots_of(self.ids_at(places))] = _GONE
-        self._gone += len(places)
+        slots = self._slots_of(self.ids_at(places))
+        is_full = self._is_full(self._count + more, len(places))
+        every = np.arange(self._count) if is_full else _NONE
         self._by_place.put(places, ids[:, None])
-        if self._is_full(self._count):
+        if is_full:
             self._ids.fill(_FREE)
-            self._put(self._by_place.where_they_lie()[: self._count, 0], np.arange(self._count))
+            self._put(self._by_place.where_they_lie()[: self._count, 0], every)
             self._gone = 0
         else:
+            self._ids[slots] = _GONE
+            self._gone += len(places)
             self._put(ids, places)
 
     def take_back(self, ids: Ids) -> None:
@@ -168,9 +176,9 @@ class RowIndex:
         ids: Ids = self._by_place.where_they_lie()[places, 0]
         return ids
 
-    def _is_full(self, count: int) -> bool:
+    def _is_full(self, count: int, more_gone: int = 0) -> bool:
         """Whether look-ups take long, with so many ids and all those that are gone."""
-        return 8 * (count + self._gone) > 5 * len(self._ids)
+        return 8 * (count + self._gone + more_gone) > 5 * len(self._ids)
 
     def _make_slots(self, slots: int) -> None:
         ids, places = np.full(slots, _FREE, np.int64), np.zeros(slots, np.int32)  # memory first

@@ -58,11 +58,12 @@ def is_row_sparse(value: object) -> bool:
     return isinstance(value, RowSparseArray) or _is_sparse_tensor(value) or _is_sparse_matrix(value)
 
 
-def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False) -> Rows:
+def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False, is_first: bool = False) -> Rows:
     """The rows of a value for this table; those of a list, one value per device, one after the other.
 
     Args:
         cast: the rows may have another floating dtype than the table.
+        is_first: the table is to begin with them; they are no push.
 
     Raises:
         NotAllowed: the value is not of rows with ids, or the table has no such row.
@@ -72,7 +73,7 @@ def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False
     if isinstance(value, list):
         if not value:
             raise NotAllowed(f"key {key!r} is a table: an empty list is no value for it", key=key)
-        parts = [rows_for(table, key, entry, cast=cast) for entry in value]
+        parts = [rows_for(table, key, entry, cast=cast, is_first=is_first) for entry in value]
         return parts[0] if len(parts) == 1 else _joined(parts)
     given_ids, given_rows = _parted(key, value)
     ids = row_ids(table, key, given_ids)
@@ -83,7 +84,7 @@ def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False
     if rows.dtype != table.numpy_dtype:
         if not cast or dtype_name(rows.dtype) not in ("float16", "bfloat16", "float32", "float64"):
             text = f"key {key!r} is a table of {table.dtype}, the given rows are {dtype_name(rows.dtype)}: cast them, "
-            text += f"with astype({table.dtype!r}) or with cast=True in push"
+            text += f"with astype({table.dtype!r})" + ("" if is_first else " or with cast=True in push")
             raise DtypeMismatch(text, key=key)
         rows = rows.astype(table.numpy_dtype)
     return Rows(ids, rows.reshape(len(ids), table.width))
@@ -140,7 +141,7 @@ def _parted(key: str | int, value: Any) -> tuple[Any, Any]:
     if _is_sparse_tensor(value):
         return _parted_tensor(key, value)
     if _is_sparse_matrix(value):
-        return _parted_matrix(value)
+        return _parted_matrix(key, value)
     if isinstance(value, tuple) and len(value) == 2:
         return value[0], value[1]
     text = f"key {key!r} is a table: push kvd.RowSparseArray(ids, rows), or a sparse tensor of torch; "
@@ -163,8 +164,11 @@ def _is_sparse_matrix(value: Any) -> bool:
     return type(value).__module__.startswith(("scipy.sparse.", "cupyx.scipy.sparse.")) and hasattr(value, "tocsr")
 
 
-def _parted_matrix(matrix: Any) -> tuple[Any, Any]:
+def _parted_matrix(key: str | int, matrix: Any) -> tuple[Any, Any]:
     """Of a sparse matrix as SciPy's or CuPy's: those of its rows that have entries."""
+    if len(matrix.shape) != 2:
+        text = f"key {key!r} is a table: the sparse array has the shape {matrix.shape}, of rows it has two dimensions"
+        raise ShapeMismatch(text, key=key)
     by_row = matrix.tocsr()
     counts = np.diff(as_array(by_row.indptr))
     columns, elements = as_array(by_row.indices), as_array(by_row.data)

@@ -163,23 +163,20 @@ class Table:
         """
         if self._keeper is not None and (mask := self._keeper.admitted(merged.ids)) is not None:
             merged = merged.only(mask)
-        kept = list(self._columns.slots)
-        try:
-            self._columns.have_slots(slot_widths, replace=True)  # those of a file may be another optimizer's
+        # The slots of a file may be another optimizer's. If the update fails there are no others: a copy of the table
+        # has not made any either.
+        with self._columns.having_slots(slot_widths):
             seats = self._turnover.begin(merged.ids)
             try:
                 update(seats.places, seats.of(merged))
             except BaseException:
                 self._turnover.take_back(seats)
                 raise
-        except BaseException:
-            self._columns.keep_slots(kept)  # a copy of the table has not made others either
-            raise
         return Updated(seats.ids, self._turnover.settle(seats))
 
     def forget_optimizer(self) -> None:
         """The next optimizer begins with new state."""
-        self._columns.keep_slots(())
+        self._columns.forget_slots()
         self.step = 0
 
     def ids(self) -> Ids:
@@ -271,9 +268,9 @@ class Table:
         """
         if bool((self._index.find(ids) >= 0).any()):
             return False
-        self._columns.have_slots({name: array.shape[1] for name, array in slots.items()})
-        self._columns.require(len(self) + len(ids))
-        places = self._index.insert(ids)
+        with self._columns.having_slots(_widths(slots)):
+            self._columns.require(len(self) + len(ids))
+            places = self._index.insert(ids)
         self._put(places, rows, slots)
         return True
 
@@ -289,36 +286,43 @@ class Table:
             NotAllowed: there would be too many rows.
             MemoryError: there is no memory for them.
         """
-        self._columns.have_slots({name: array.shape[1] for name, array in slots.items()}, replace=True)
         num_before = len(self)
-        places, _ = self._seated(ids)
+        with self._columns.having_slots(_widths(slots)):
+            places, _ = self._seated(ids)
         self._put(places, rows, slots)
         if self._keeper is not None:
-            self._keeper.stored(places, num_before)
+            self._keeper.stored(ids, places, num_before)
 
-    def store_state(self, ids: Ids, slots: Mapping[str, Array]) -> None:
+    def store_state(self, ids: Ids, slots: Mapping[str, Array], *, is_first: bool) -> None:
         """The same with what the optimizer keeps alone: rows that are there stay as they are, and new ones begin as the
-        initializer says."""
-        self._columns.have_slots({name: array.shape[1] for name, array in slots.items()}, replace=True)
+        initializer says.
+
+        Args:
+            is_first: what it has kept of all rows is forgotten.
+        """
         num_before = len(self)
-        places, fresh = self._seated(ids)
-        if fresh.size and not self._initial.are_zeros:  # which they are already
-            rows = np.empty((fresh.size, self.description.width), self._dtype)
-            self._initial.fill(ids[fresh], rows)
-            self._columns.weights.put(places[fresh], rows)
+        with self._columns.having_slots(_widths(slots), alone=is_first):
+            places, fresh = self._seated(ids, are_given=False)
         self._put_slots(places, slots)
         if self._keeper is not None:
-            self._keeper.stored(places[fresh], num_before)
+            self._keeper.stored(ids[fresh], places[fresh], num_before)
 
-    def _seated(self, ids: Ids) -> Found:
-        """Places for all of these ids, and which of them are new. Memory first: an error leaves all as it was."""
+    def _seated(self, ids: Ids, *, are_given: bool = True) -> Found:
+        """Places for all of these ids, and which of them are new. Memory first: an error leaves all as it was.
+
+        Args:
+            are_given: False: new rows begin as the initializer says.
+        """
         places, fresh = self._index.found(ids)
+        rows = None if are_given else self._initial.rows(ids[fresh])
         count = len(self) + fresh.size
         self._columns.require(count)
         if self._keeper is not None:
             self._keeper.require(count)
             self._keeper.reserve(count, len(ids))
         places[fresh] = self._index.insert(ids[fresh])
+        if rows is not None:
+            self._columns.weights.put(places[fresh], rows)
         return Found(places, fresh)
 
     def _put(self, places: Places, rows: Array, slots: Mapping[str, Array]) -> None:
@@ -328,6 +332,11 @@ class Table:
     def _put_slots(self, places: Places, slots: Mapping[str, Array]) -> None:
         for name, array in slots.items():
             self._columns.slots[name].put(places, array)
+
+
+def _widths(slots: Mapping[str, Array]) -> dict[str, int]:
+    """How many numbers of a row there are, by slot."""
+    return {name: array.shape[1] for name, array in slots.items()}
 
 
 def _first(before: Array | None, merged: MergedRows) -> Array | None:

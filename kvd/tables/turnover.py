@@ -94,7 +94,7 @@ class Turnover:
     def settle(self, seats: Seats) -> Rows:
         """The update was made. Returns the rows that were there and have gone, as they were before it."""
         if self._keeper is not None:
-            self._keeper.note(seats.places, seats.num_named)
+            self._keeper.note(seats.ids, seats.places, seats.num_named)
             if len(seats.left):
                 moves = self._index.remove(seats.left)
                 self._columns.close_up(moves)
@@ -122,9 +122,9 @@ class Turnover:
         taken, left, made = free[: len(absent)], free[len(absent) :], ids[absent[len(free) :]]
         self._require(len(made))
         kept = self._columns.slots_at(taken)
-        rows = self._initial_rows(ids[absent])
+        rows = self._initial.rows(ids[absent])
         if absent.size:
-            self._index.replace(taken, ids[absent[: len(taken)]])
+            self._index.replace(taken, ids[absent[: len(taken)]], len(made))
             self._columns.clear(taken)
             places[absent[: len(taken)]] = taken
             places[absent[len(taken) :]] = self._index.insert(made)
@@ -141,14 +141,6 @@ class Turnover:
         else:
             places = np.zeros(0, np.intp)
         return Rows(going, weights.take(places, np.empty((len(places), weights.width), weights.dtype))), places
-
-    def _initial_rows(self, ids: Ids) -> Array | None:
-        """None: they are zeros, as new rows are already."""
-        if not len(ids) or self._initial.are_zeros:
-            return None
-        rows = np.empty((len(ids), self._columns.weights.width), self._columns.weights.dtype)
-        self._initial.fill(ids, rows)
-        return rows
 
     def _require(self, more: int) -> None:
         """Memory first: then nothing was changed if there is none."""

@@ -121,3 +121,6 @@ def test_sparse_matrices_of_scipy(kind: str) -> None:
     np.testing.assert_array_equal(table_after(value), dense)
     with pytest.raises(ShapeMismatch, match="need rows of shape"):
         table_after(getattr(sparse, kind)(np.ones((6, 3), FLOAT)))
+    if kind == "csr_array":
+        with pytest.raises(ShapeMismatch, match="two dimensions"):
+            table_after(sparse.coo_array(np.ones(6, FLOAT)))

@@ -78,11 +78,14 @@ def test_the_given_array_is_the_programs_again() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "text"),
     [
-        (WHOLE[:5, :2], ShapeMismatch, "5 row ids need rows of shape"),
-        (WHOLE.astype(np.float64), DtypeMismatch, "is a table of float32"),
-        (np.zeros((21, 3), FLOAT), NotAllowed, "has the rows 0 to 19"),
+        (WHOLE[:, :2], ShapeMismatch, r"has the shape \(20, 3\), and the values that it is to begin with \(20, 2\)"),
+        (WHOLE[:5], ShapeMismatch, r"or some of them as kvd.RowSparseArray\(ids, rows\)"),
+        ([[0.5, 1.0, 2.0]], ShapeMismatch, r"the values that it is to begin with \(1, 3\)"),
+        (([3], WHOLE[:1, :2]), ShapeMismatch, "1 row ids need rows of shape"),
+        (WHOLE.astype(np.float64), DtypeMismatch, r"cast them, with astype\('float32'\)$"),
+        (np.zeros((21, 3), FLOAT), ShapeMismatch, "has the shape"),
         (kvd.RowSparseArray([20], WHOLE[:1]), NotAllowed, "has the rows 0 to 19"),
-        (np.float32(1), ShapeMismatch, "row ids need rows"),
+        (np.float32(1), ShapeMismatch, "has the shape"),
     ],
 )
 def test_values_that_are_no_rows_of_the_table_make_none(values: Any, error: type[Exception], text: str) -> None:

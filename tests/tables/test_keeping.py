@@ -278,7 +278,7 @@ def noted(keeper: Keeper, index: RowIndex, ids: list[int]) -> Any:
     there, stays = gone[index.find(gone) >= 0], changed[~np.isin(changed, gone)]
     index.insert(stays[index.find(stays) < 0])
     keeper.require(len(index))
-    keeper.note(index.find(stays), len(index) + len(gone) - len(there))
+    keeper.note(stays, index.find(stays), len(index) + len(gone) - len(there))
     keeper.moved(index.remove(index.find(there)))
     keeper.evicted()
     return gone.tolist()
@@ -359,7 +359,7 @@ def noted_without_evictions(keeper: Keeper, index: RowIndex, ids: list[int]) -> 
     index.insert(int64([row for row in ids if index.find(int64([row]))[0] < 0]))
     keeper.require(len(index))
     gone = keeper.begin(int64(sorted(ids)), index.find(int64(sorted(ids))), 8)
-    keeper.note(index.find(int64(ids)), len(index))
+    keeper.note(int64(ids), index.find(int64(ids)), len(index))
     return gone.tolist()
 
 

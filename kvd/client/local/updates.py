@@ -177,8 +177,7 @@ class LocalUpdates:
             self._keys.entries[name].state = state
         for name, stored in content.tables.items():
             table = self._keys.table(name).table
-            table.forget_optimizer()
-            table.store_state(stored.ids, stored.slots)
+            table.store_state(stored.ids, stored.slots, is_first=True)
             table.step = stored.updates
 
     def adopt(self, optimizer: Optimizer | None) -> None:
