@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.calls.promise import Promise
+from kvd.client.cluster.engine import Engine
+from kvd.core.requests import DescribeKey
 from kvd.errors import KeyNotFound, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed, VersionUnavailable
 from kvd.protocol.messages import NO_RUN
-from kvd.testing.cluster import LocalCluster, ProcessNode
+from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
 
 KEYS = [f"layer {number}" for number in range(8)]
 SIZE = 3000  # float32: three slices of the smallest size
@@ -211,6 +214,25 @@ def test_what_is_read_where() -> None:
         for version in (-1, 1.5, True):
             with pytest.raises(NotAllowed, match="a version"):
                 reader.pull("b", version=version)  # type: ignore[arg-type]
+
+
+def test_a_run_that_begins_while_a_key_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key was not there when it was asked for, and the reader knows the run by the time of the answer."""
+    submit = Engine.submit
+
+    def slowly(engine: Engine, request: Any, *arguments: Any, **more: Any) -> Promise:
+        promise = submit(engine, request, *arguments, **more)
+        if isinstance(request, DescribeKey) and engine.session.run == NO_RUN:
+            promise.exception(30)
+            with monkeypatch.context() as context:
+                context.setattr(Engine, "submit", submit)
+                cluster.store().init("a", ones(1))
+            wait_until(lambda: engine.session.run != NO_RUN, "the reader knows the run")
+        return promise
+
+    with small_slices(1) as cluster, observer(cluster) as reader:
+        monkeypatch.setattr(Engine, "submit", slowly)
+        assert content(reader.pull("a")) == 1
 
 
 def test_several_threads_may_read_at_once() -> None:

@@ -226,11 +226,12 @@ class Observer:
     def _specs(self, names: Sequence[str], deadline: Deadline) -> list[KeySpec]:
         """Shape and dtype of the keys, which never change."""
         unknown = [name for name in names if name not in self._known]
+        run = self._engine.session.run  # of the question: the scheduler may tell of one before it is answered
         asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in unknown]
         try:
             found = {name: promise.result() for name, promise in zip(unknown, asked, strict=True)}
         except KeyNotFound:
-            if self._engine.session.run != NO_RUN or not self._engine.run(self._in_a_run(deadline)).result():
+            if run != NO_RUN or not self._engine.run(self._in_a_run(deadline)).result():
                 raise
             return self._specs(names, deadline)
         self._known.update(found)
