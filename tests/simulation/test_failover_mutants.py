@@ -170,7 +170,9 @@ LATE = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
         pytest.param(
             the_deposed_go_on, Campaign("list training", mishaps=PAUSES, replicas=2), "", marks=pytest.mark.soak
         ),
-        (views_are_not_compared, FAILOVERS["list training, servers die"], ""),
+        pytest.param(
+            views_are_not_compared, FAILOVERS["list training, servers die"], "", marks=pytest.mark.soak
+        ),  # it takes many seeds
         (a_slice_is_not_copied, FAILOVERS["lives, servers die"], "of partition"),
         (hands_over_before_its_records_are_held, FAILOVERS["lists, servers die"], "holds round"),
         (rounds_close_while_it_winds_down, SLOW_UPDATES, "holds round"),
