@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import Complete, Copy, Effect, LocalCall, Peer, Received, Send, Span
+from kvd.core.machine import Complete, Copy, Effect, LocalCall, Peer, Received, Send
 from kvd.core.membership import ViewState
 from kvd.core.outbox import RETRY_FIRST_S, Outbox
 from kvd.core.requests import Item, Versions
@@ -24,6 +24,7 @@ from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import CallBook
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
+from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
@@ -35,7 +36,6 @@ from kvd.core.worker.waits import Waits
 from kvd.protocol.messages import ABSENT, Done, PullBatch, PushBatch, Staged, Values
 
 READY = KeyState.READY
-NEVER = float("inf")
 MAX_ANSWERS = 4096  # kept of one call, until it is completed
 
 
@@ -173,7 +173,7 @@ class Lane:
                 message: PushBatch | PullBatch = PushBatch(
                     request, plan.batch, clock + 1, how, samples, transfer.pull, False, step, settled, place
                 )
-                sends.append(Send(peer, message, _payload_of(plan, transfer.items) if how != ABSENT else ()))
+                sends.append(Send(peer, message, plan.payload_of(transfer.items) if how != ABSENT else ()))
             else:
                 sends.append(Send(peer, PullBatch(request, plan.batch, clock)))
         for send in sends if len(sends) == 1 else self._outbox.in_order(sends):
@@ -258,11 +258,6 @@ def _is_plain(transfer: requests.Transfer) -> bool:
         or transfer.takes is not None
         or transfer.sets_out is not None
     )
-
-
-def _payload_of(plan: MessagePlan, items: Sequence[Item]) -> tuple[Span, ...]:
-    spans = zip(plan.items, plan.ranges, strict=True)
-    return tuple([Span(items[item].source, offset, nbytes) for item, (offset, nbytes) in spans])
 
 
 def _are_at_rest(keys: Sequence[WorkerKey | None], items: Sequence[Item]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvd.core.machine import Row
+from kvd.core.machine import Row, Span
 from kvd.core.membership import ViewState
 from kvd.core.requests import Item
 from kvd.core.worker.keys import WorkerKey
@@ -34,6 +34,11 @@ class MessagePlan:
     uses: int = 0
     batch: int = 0  # its number as a batch; 0 until it is declared
     declared_to: int = 0  # the incarnation of the server that was told
+
+    def payload_of(self, items: Sequence[Item]) -> tuple[Span, ...]:
+        """What a message brings of the sources of these items."""
+        spans = zip(self.items, self.ranges, strict=True)
+        return tuple([Span(items[item].source, offset, nbytes) for item, (offset, nbytes) in spans])
 
 
 class MessagePlans:
