@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from kvd.node.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
-from tests.environments import WITHOUT_KEYS
+from tests.environments import LANES, WITHOUT_KEYS
 
 settings.register_profile("kvd", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("kvd")
@@ -30,10 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how messages travel in the clusters of tests that do not name a path",
     )
     parser.addoption("--kvd-insecure", action="store_true", help="tests that are not about keys use none")
+    parser.addoption(
+        "--kvd-lanes", choices=("auto", "off"), default="auto", help="the setting `lanes` of tests that do not name one"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     LocalCluster.default_path = config.getoption("--kvd-path")
+    LocalCluster.default_lanes = config.getoption("--kvd-lanes")
+    if LocalCluster.default_lanes != "auto":
+        os.environ[LANES] = LocalCluster.default_lanes
     _make_keys(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; our children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)

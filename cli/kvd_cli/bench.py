@@ -10,7 +10,7 @@ import click
 
 from kvd_cli import interrupts
 from kvd_cli.bench_plot import counted, is_plotted, throughput_chart
-from kvd_cli.bench_report import HEADINGS, curve, table_lines
+from kvd_cli.bench_report import COUNT_HEADINGS, HEADINGS, count_lines, count_notes, curve, table_lines
 from kvd_cli.bench_run import TRANSPORTS, JobFailed, make_job, measure
 from kvd_cli.bench_work import MODES, WORK, Task, names_of
 from kvd_cli.flags import common_options, setting_options
@@ -57,6 +57,9 @@ def bench(
     In each step of a work, every worker pushes all keys of the work and pulls them back, in one call. Bytes and MB
     count what one worker pushes; it pulls the same amount. Times are medians over workers and repetitions.
 
+    With -v, further steps of each work are counted: the processor time that a step takes, context switches, system
+    calls (where strace is installed) and calls of Python functions, of a worker and of all servers together.
+
     A work is one of the names in the default of --only, or SIZE or SIZExCOUNT, such as 16KiB or 4MiBx64.
     """
     with interrupts.nothing_begun():
@@ -66,8 +69,10 @@ def bench(
     if bound and not KVStore.is_capable("bind"):
         raise click.UsageError("--bound: kv.bind is not available in this version of kvd; measure without it")
     options = current()
+    if options.verbose:  # a log of everything would be measured, too
+        options.settings.setdefault("log_level", "info")
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
-        task = Task(works, mode, seconds, repetitions, folder, bound, copy_free)
+        task = Task(works, mode, seconds, repetitions, folder, bound, copy_free, options.verbose)
         job = make_job(task, workers, servers, transport, job_environment(options.load_daemon(), restarts=0))
         try:
             report = asyncio.run(measure(job, task))
@@ -78,9 +83,14 @@ def bench(
         how = f"{counted(workers, 'worker')}, {counted(servers, 'server')}, transport {transport}, optimizer {mode}"
         plot.write_text(throughput_chart({"kvd": curve(report.rows)}, how), encoding="utf-8")
     if options.output == "json":
-        print_json({"rows": report.rows, "roles": report.roles})
-    else:
-        print_table(HEADINGS, table_lines(report.rows))
+        counts = {"counts": report.counts} if options.verbose else {}
+        print_json({"rows": report.rows, "roles": report.roles, **counts})
+        return
+    print_table(HEADINGS, table_lines(report.rows))
+    if options.verbose:
+        print_table(COUNT_HEADINGS, count_lines(report.rows, report.counts))
+        for note in count_notes(report.counts):
+            click.echo(f"note: {note}", err=True)
 
 
 def _checked_works(only: str, plot: Path | None) -> tuple[str, ...]:

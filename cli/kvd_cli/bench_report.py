@@ -1,4 +1,4 @@
-"""The results of `kvd bench`: medians as a table, and as points of the chart."""
+"""The results of `kvd bench`: medians and counts as tables, and medians as points of the chart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvd_cli.bench_plot import is_plotted
 from kvd_cli.bench_work import Row
 
 HEADINGS: Final = ("work", "keys", "bytes", "p50 µs", "p99 µs", "steps/s", "MB/s")
+
+COUNT_HEADINGS: Final = ("work", "of a step", "CPU µs", "context switches", "system calls", "functions")
 
 
 def table_lines(rows: Iterable[Row]) -> list[tuple[str, ...]]:
@@ -49,3 +51,40 @@ def _line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
         f"{_steps_per_s(rows):.1f}",
         f"{_mb_s(rows):.1f}",
     )
+
+
+def count_lines(rows: Sequence[Row], counts: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Two lines for each work: what a step costs a worker, the mean over all, and all servers together."""
+    timed = _by_name(rows)
+    return [
+        (
+            name,
+            "a worker" if process == "worker" else "all servers",
+            _number([_cpu_us(timed[name], "cpu_s" if process == "worker" else "servers_cpu_s")]),
+            *(_number([row[kind] for row in same if row["process"] == process]) for kind in _KINDS),
+        )
+        for name, same in _by_name(counts).items()
+        for process in ("worker", "servers")
+        if any(row["process"] == process for row in same)
+    ]
+
+
+def count_notes(counts: Iterable[Row]) -> list[str]:
+    """Why numbers are missing, each reason once."""
+    return list(dict.fromkeys(row["note"] for row in counts if row["note"]))
+
+
+_KINDS: Final = ("switches", "system_calls", "functions")
+
+
+def _cpu_us(rows: Sequence[Row], field: str) -> float | None:
+    known = [row for row in rows if field in row]
+    return 1e6 * sum(row[field] for row in known) / sum(row["iterations"] for row in known) if known else None
+
+
+def _number(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = statistics.mean(known)
+    return f"{mean:.1f}" if mean < 100 else f"{mean:.0f}"

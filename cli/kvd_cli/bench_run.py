@@ -17,8 +17,9 @@ from typing import Any, Final
 from kvd.config import python_path
 from kvd.node.launch import Job, Launch, Stream
 from kvd.node.launch.signals import handlers_restored
+from kvd_cli.bench_counting import FOLDER
 from kvd_cli.bench_usage import Watch
-from kvd_cli.bench_work import ROLES_FILE, ROWS_FILE, SERVERS_FILE, Row, Task
+from kvd_cli.bench_work import COUNTS_FILE, ROLES_FILE, ROWS_FILE, SERVERS_FILE, Row, Task
 
 KEPT_LINES: Final = 30
 
@@ -40,11 +41,14 @@ class Report:
 
     Attributes:
         rows: as the workers wrote them, one per work, rank and repetition.
+        counts: what a step costs besides time, one per work and worker, and one per work of all servers together; none
+            unless the task says so.
         roles: for each process its role, rank, peak memory in bytes and processor seconds; for a server also the
             bytes of the values that it led at the end.
     """
 
     rows: list[Row]
+    counts: list[Row]
     roles: list[dict[str, Any]]
 
 
@@ -86,7 +90,7 @@ async def measure(job: Job, task: Task) -> Report:
             await watching
     if code != 0:
         raise JobFailed(code, "\n".join(lines))
-    return Report(_read(task, ROWS_FILE), roles_of(watch, _read(task, ROLES_FILE)))
+    return Report(_read(task, ROWS_FILE), _read(task, COUNTS_FILE), roles_of(watch, _read(task, ROLES_FILE)))
 
 
 def make_job(task: Task, workers: int, servers: int, transport: str, settings: Mapping[str, str]) -> Job:
@@ -94,8 +98,8 @@ def make_job(task: Task, workers: int, servers: int, transport: str, settings: M
     # The children must find the packages that run here, whether or not they are installed.
     roots = [Path(__file__).parents[1], Path(sys.modules["kvd"].__path__[0]).parent]
     paths = [*map(str, dict.fromkeys(roots)), python_path()]
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "KVD_BENCH_FOLDER": task.folder}
-    daemon = [sys.executable, "-m", "kvd_cli.main"]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: task.folder}
+    daemon = [sys.executable, "-m", "kvd_cli.bench_daemon" if task.counts else "kvd_cli.main"]
     if transport == "ipc":
         daemon = ["/bin/sh", "-c", LISTEN_ON_IPC, "sh", *daemon]
     command = [sys.executable, "-m", "kvd_cli.bench_worker", task.to_json()]
@@ -117,4 +121,5 @@ def roles_of(watch: Watch, told: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _read(task: Task, file: str) -> list[Row]:
-    return [json.loads(line) for line in (Path(task.folder) / file).read_text().splitlines()]
+    path = Path(task.folder) / file
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -25,6 +25,7 @@ MODES: Final = ("none", "sgd", "adam")
 
 ROWS_FILE: Final = "rows.jsonl"
 ROLES_FILE: Final = "roles.jsonl"
+COUNTS_FILE: Final = "counts.jsonl"
 SERVERS_FILE: Final = "servers.json"
 """Where the workers find the process ids of the servers, which run on the same machine."""
 
@@ -108,6 +109,7 @@ class Task:
         folder: the directory in which the workers, on one machine, write rows and agree on counts.
         bound: whether the values are the arrays of `kvd.KVStore.bind`, not the workers' own.
         copy_free: whether each step gets its values in new arrays, with `copy=False`, not in those of the worker.
+        counts: whether calls and context switches are counted, too.
     """
 
     works: tuple[str, ...]
@@ -117,6 +119,7 @@ class Task:
     folder: str
     bound: bool = False
     copy_free: bool = False
+    counts: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

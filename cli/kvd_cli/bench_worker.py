@@ -22,8 +22,11 @@ import kvd
 import kvd.optimizer
 from kvd.client.cluster.observer import Observer
 from kvd.config import load
+from kvd_cli.bench_counting import CountFailed, allow_tracing
+from kvd_cli.bench_counts import Counts, Neighbours
 from kvd_cli.bench_usage import cpu_s_of, usage_of
 from kvd_cli.bench_work import (
+    COUNTS_FILE,
     IN_FLIGHT,
     IN_FLIGHT_NAME,
     ROLES_FILE,
@@ -144,13 +147,23 @@ class Bench:
                 row["servers_cpu_s"] = servers_end_s - servers_s
             self._write(ROWS_FILE, row)
         self._kv.barrier()
+        if self._task.counts:
+            neighbours = Neighbours(self._kv.rank, self._servers(), self._folder, self._kv.barrier)
+            for line in Counts(neighbours, iterate, count).take():
+                self._write(COUNTS_FILE, {"name": name, **line})
 
     def _servers_cpu_s(self) -> float | None:
         """On rank 0, the processor time of all servers so far; None on other ranks, or if it is unknown."""
+        pids = self._servers()
+        return cpu_s_of(pids) if pids else None
+
+    def _servers(self) -> list[int]:
+        """On rank 0, the process ids of all servers; none on other ranks, or if they are unknown."""
         file = self._folder / SERVERS_FILE
         if self._kv.rank != 0 or not file.exists():
-            return None
-        return cpu_s_of(json.loads(file.read_text()))
+            return []
+        pids: list[int] = json.loads(file.read_text())
+        return pids
 
     def _in_flight(self, mine: Values, count: int) -> tuple[list[float], float]:
         """Make `count` calls of one key each, always `IN_FLIGHT` at once. Returns times as `time_steps` does."""
@@ -197,9 +210,14 @@ class Bench:
 def main() -> None:
     """Join the cluster, do the task in ``argv[1]``, and leave."""
     task = Task.from_json(sys.argv[1])
+    if task.counts:
+        allow_tracing()
     with kvd.create("dist_sync") as kv:
         bench = Bench(kv, task)
-        bench.run()
+        try:
+            bench.run()
+        except CountFailed as failure:
+            sys.exit(f"error: {failure}")
         bench.tell_roles()
 
 

@@ -133,6 +133,12 @@ class Config:
         choices=("auto", "off", "always"),
         used_by=("server", "worker"),
     )
+    lanes: str = declare(
+        "auto",
+        "short ways through the program for operations that are repeated; they change no result and no message",
+        choices=("auto", "off"),
+        used_by=("server", "worker"),
+    )
     check_bound: bool = declare(
         False, "report writes to gradients of kv.bind before their push is done", used_by=("worker",)
     )

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -335,9 +336,20 @@ def test_bench_measures_a_cluster_of_its_own_and_draws_it(tmp_path: Path) -> Non
 
 
 def test_bench_measures_several_servers_over_ipc() -> None:
-    arguments = ["bench", "--only", "64KiB", "--seconds", "0.05", "--repetitions", "1", "--mode", "sgd"]
+    arguments = ["bench", "--only", "64KiB", "--seconds", "0.05", "--repetitions", "1", "--mode", "sgd", "-v"]
     result = CliRunner().invoke(cli, [*arguments, "--transport", "ipc", "--servers", "2", "--slice-bytes", "16KiB"])
     assert result.exit_code == 0, result.output
-    headings, line = result.stdout.splitlines()
+    headings, line, *counted = result.stdout.splitlines()
     assert headings.split()[:3] == ["work", "keys", "bytes"]
     assert line.split()[:3] == ["64KiB", "1", "65536"]
+    found = [re.split(r"  +", entry) for entry in counted]
+    assert found[0] == ["work", "of a step", "CPU µs", "context switches", "system calls", "functions"]
+    assert [entry[:2] for entry in found[1:]] == [["64KiB", "a worker"], ["64KiB", "all servers"]]
+    for _, _, cpu_us, switches, system_calls, functions in found[1:]:
+        assert float(cpu_us) >= 0
+        assert float(switches) >= 0
+        assert float(functions) > 20
+        if system_calls == "-":
+            assert "note: " in result.stderr
+        else:
+            assert float(system_calls) > 1

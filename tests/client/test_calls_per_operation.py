@@ -70,6 +70,18 @@ def listed(store: kvd.KVStore) -> Callable[[], object]:
     ],
 )
 def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:
+    count(calls, prepare, lanes="auto")
+    assert calls.per_operation("ThreadPool") <= by_worker
+    assert calls.per_operation("test-server") <= by_server
+
+
+def test_the_setting_turns_lanes_off(calls: Calls) -> None:
+    count(calls, pushpull, lanes="off")
+    assert calls.per_operation("ThreadPool") > 200
+
+
+def count(calls: Calls, prepare: Any, *, lanes: str) -> None:
+    """Counts the calls of `OPERATIONS` operations in each of the workers."""
     together = threading.Barrier(WORKERS, timeout=60)
 
     def program(store: kvd.KVStore) -> None:
@@ -83,7 +95,5 @@ def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_serve
         together.wait()
         calls.is_on = False
 
-    with LocalCluster(WORKERS, 1) as cluster:
+    with LocalCluster(WORKERS, 1, lanes=lanes) as cluster:
         cluster.run(program)
-    assert calls.per_operation("ThreadPool") <= by_worker
-    assert calls.per_operation("test-server") <= by_server

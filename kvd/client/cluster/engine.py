@@ -87,7 +87,8 @@ class Engine:
         )
         run_key = RunKey(config.job, token_of(config.run), operator)
         self.session = SchedulerSession(identity, settings, config.scheduler, config.heartbeat_interval_s, run_key)
-        self.machine = WorkerMachine(WorkerSettings(config.credit_bytes, notice_s=config.notice_s), self.session)
+        worker_settings = WorkerSettings(config.credit_bytes, notice_s=config.notice_s, lanes=config.lanes == "auto")
+        self.machine = WorkerMachine(worker_settings, self.session)
         self._loop = asyncio.new_event_loop()
         self.transport = HostTransport(
             shared_memory=config.shared_memory == "auto",
