@@ -8,11 +8,13 @@ WORKERS ?= 4
 CORE_TESTS := tests/core tests/protocol
 CLUSTER_TESTS := tests/cli tests/client tests/conformance tests/docs tests/faults tests/fuzz tests/node tests/observe \
 	tests/parallel tests/transport $(wildcard tests/test_*.py)
+# What every operation returns: it is the same without the lanes, which `test-without-lanes` shows for all clusters.
+LANE_TESTS := tests/client tests/conformance
 
 # Tests start hundreds of processes: each of them would compile all of kvd's modules anew, for half of its start-up time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-insecure lint reference bench soak clean
+.PHONY: demo test test-insecure test-without-lanes lint reference bench soak clean
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -28,10 +30,14 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=kvd/core --cov=kvd/protocol --cov-report= $(CORE_TESTS)
 	$(BIN)/coverage report --fail-under=95
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 $(CORE_TESTS:%=--ignore=%)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-lanes off $(LANE_TESTS)
 
 # What makes clusters, without keys; tests that are about keys have them.
 test-insecure: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-insecure $(CLUSTER_TESTS)
+
+test-without-lanes: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-lanes off $(CLUSTER_TESTS)
 
 lint: $(STAMP) reference
 	$(BIN)/ruff format --check .

@@ -42,7 +42,10 @@ def assert_equals_torch(group: DataParallelExecutorGroup, loss: Callable[[Any, A
     group.forward_backward(DataBatch([X], [TOWARDS]))
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
-        np.testing.assert_allclose(summed_gradients(group)[name], parameter.grad.numpy(), rtol=1e-5, atol=1e-6)
+        wanted = parameter.grad.numpy()
+        # A sum of float32 is wrong by a part of its largest terms, however small the sum is.
+        atol = 1e-6 * max(1.0, float(np.abs(wanted).max()))
+        np.testing.assert_allclose(summed_gradients(group)[name], wanted, rtol=1e-5, atol=atol)
     losses = [executor.loss for executor in group.executors]  # type: ignore[attr-defined]
     assert sum(losses) == pytest.approx(float(expected.detach()), rel=1e-5)
 
