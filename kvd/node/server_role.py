@@ -75,7 +75,9 @@ class ServerRole:
             "" if self._curve is None else self._curve.announced,
         )
         self._session = SchedulerSession(identity, self._wanted(), config.scheduler, config.heartbeat_interval_s)
-        settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
+        settings = ServerSettings(
+            config.memory_bound_bytes(), config.on_worker_loss == "fail", lanes=config.lanes == "auto"
+        )
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
         self._driver = Driver(

@@ -81,10 +81,11 @@ class Harness:
         attach: bool = True,
         workers: int = 2,
         small: int = -1,
+        lanes: bool = True,
     ) -> None:
         self.settings = settings or cluster(workers)
         self.memory = ServerMemory(memory)
-        told = ServerSettings(memory, fail, small_push_bytes=small)
+        told = ServerSettings(memory, fail, small_push_bytes=small, lanes=lanes)
         self.machine = ServerMachine(told, session("server", 0), self.memory)
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0

@@ -189,7 +189,7 @@ def test_captured_rows_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Non
     before = read(run, 1)
     said = run.say(0, Capture(run.request(), 1, 1, CaptureWhen.AS_IT_IS, (SliceId("t", 0),)))
     assert isinstance(said[-1], Captured)
-    assert run.nodes[A].machine._readers.captures.kept_nbytes > 0
+    assert run.nodes[A].machine._timed.captures.kept_nbytes > 0
     both_push(run, 2)
     found, first, left = np.full((1000, WIDTH), np.float32(0.5)), 0, 1
     while left:
@@ -205,7 +205,7 @@ def test_captured_rows_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Non
     twice = run.say(0, FetchCaptured(run.request(), 1, (SliceId("t", 0), SliceId("t", 0))))
     assert refusal(twice[-1]) == (ErrorCode.PROTOCOL_ERROR, "the rows of a table are fetched one part at a time")
     run.say(0, CaptureDone(run.request(), 1))
-    assert run.nodes[A].machine._readers.captures.kept_nbytes == 0
+    assert run.nodes[A].machine._timed.captures.kept_nbytes == 0
 
 
 def test_other_keys_are_asked_as_before() -> None:

@@ -1,4 +1,4 @@
-"""Whether repeated calls go by the lane or not, every message of a run is the same, in the same order."""
+"""Whether repeated calls and pushes go by the lanes or not, every message of a run is the same, in the same order."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from typing import Any
 
 import pytest
 
+from kvd.core.server.lane import PushLane
+from kvd.core.server.rounds import SliceLog
 from kvd.core.worker.lane import Flight, Lane
 from kvd.testing.campaign import CAMPAIGNS
 from kvd.testing.trace import Trace
 
 COMPARED = ("rounds, nasty", "mixed, long pauses", "casts", "list training", "refusals, timeouts")
+NOTICED = ("rounds, nasty", "lists, stale by 1", "refusals, stale by 1", "ledger, async", "refusals, nasty", "stepped")
 SEEDS = 1  # of each in `make test`
 SOAK_SEEDS = 100
 
 
 class Seen:
-    """How often calls went by the lane, were completed there, and left it."""
+    """How often calls went by the lane of a worker, were completed there, and left it; and how many pushes a server's
+    lane took."""
 
     def __init__(self) -> None:
-        self.begun = self.left = 0
+        self.begun = self.left = self.taken = 0
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Ticks are left out of the digests: a machine may be woken for the deadline of a call that is over."""
-    seen, begin, give_up, record = Seen(), Lane.begin, Lane.give_up, Trace.record
+    seen, begin, give_up, take, record = Seen(), Lane.begin, Lane.give_up, PushLane._take, Trace.record
 
     def counting(lane: Lane, *arguments: Any) -> bool:
         begun = begin(lane, *arguments)
@@ -37,12 +41,18 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.left += 1
         return give_up(lane)
 
+    def taking(lane: PushLane, *arguments: Any) -> bool:
+        taken = take(lane, *arguments)
+        seen.taken += taken
+        return taken
+
     def recording(trace: Trace, text: str) -> None:
         if not text.endswith("Tick"):
             record(trace, text)
 
     monkeypatch.setattr(Lane, "begin", counting)
     monkeypatch.setattr(Lane, "give_up", leaving)
+    monkeypatch.setattr(PushLane, "_take", taking)
     monkeypatch.setattr(Trace, "record", recording)
     return seen
 
@@ -51,6 +61,7 @@ def compare(name: str, seed: int) -> None:
     with_lanes = CAMPAIGNS[name].run(seed).digest()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "begin", lambda *arguments: False)
+        patch.setattr(PushLane, "_take", lambda *arguments: False)
         assert CAMPAIGNS[name].run(seed).digest() == with_lanes, f"seed {seed}"
 
 
@@ -60,6 +71,7 @@ def test_lanes_change_nothing(seen: Seen) -> None:
             compare(name, seed)
     assert seen.left > 20
     assert seen.begun - seen.left > 20
+    assert seen.taken > 40
 
 
 @pytest.mark.soak
@@ -74,10 +86,18 @@ def never(*arguments: Any) -> bool:
     return True
 
 
-# What the lane must look at. Without it, a run differs or a checker complains.
+def stage_at_once(log: SliceLog, contribution: Any, push: Any) -> bool:
+    """Whatever the worker has pushed before."""
+    log.stage(contribution, push)
+    return True
+
+
+# What the lanes must look at. Without it, a run differs or a checker complains.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "batches that the server does not know": lambda patch: patch.setattr(Lane, "_may_send", never),
     "request numbers": lambda patch: patch.setattr("kvd.core.worker.asking.Asker.skip", lambda *arguments: None),
+    "server: what was pushed before": lambda patch: patch.setattr(SliceLog, "stage_next", stage_at_once),
+    "server: what may have changed": lambda patch: patch.setattr(PushLane, "forget", lambda lane: None),
     "clocks": lambda patch: patch.setattr("kvd.core.worker.lane.count_rounds", lambda *arguments: None),
 }
 
@@ -88,7 +108,7 @@ def test_a_broken_lane_is_noticed(name: str, seen: Seen, monkeypatch: pytest.Mon
 
     def run_all() -> None:
         for seed in range(2):
-            for campaign in ("rounds, nasty", "lists, stale by 1", "refusals, stale by 1", "ledger, async"):
+            for campaign in NOTICED:
                 compare(campaign, seed)
 
     with pytest.raises(Exception):  # noqa: B017, PT011  a checker's, an assertion's, or the machine's own

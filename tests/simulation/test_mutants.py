@@ -105,7 +105,11 @@ def unclosed_stays(patch: pytest.MonkeyPatch) -> None:
 
 def incomplete_rounds(patch: pytest.MonkeyPatch) -> None:
     """A round is closed with the contributions that are there."""
-    patch.setattr(SliceLog, "missing", lambda log, clock, required: [])
+
+    def missing(log: SliceLog, clock: int, required: Any) -> list[int]:
+        return [] if log._staging.rounds.get(clock) else list(required)
+
+    patch.setattr(SliceLog, "missing", missing)
 
 
 def no_staleness_bound(patch: pytest.MonkeyPatch) -> None:

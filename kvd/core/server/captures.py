@@ -63,6 +63,10 @@ class Captures:
     Args:
         advance: goes on with a group.
         copy_error: why there is no memory to copy so many bytes of a table; empty if there is.
+
+    Attributes:
+        is_on: whether there is one: otherwise nothing is due.
+        now: the time of the step that is under way.
     """
 
     def __init__(
@@ -80,15 +84,15 @@ class Captures:
         self._readings = readings
         self._advance = advance
         self._copy_error = copy_error
+        self.is_on = False
         self._open: OpenCapture | None = None
         self._ended = (0, 0)  # the sender and number of the one before
-        self._now = 0.0
+        self.now = 0.0
 
     # ── time ──
 
     def tick(self, now: float) -> None:
         """Forgets an operator that has been silent for too long, and slices that are gone."""
-        self._now = now
         own = self._open
         if own is None:
             return
@@ -135,15 +139,16 @@ class Captures:
             self._effects.send(event.peer, self._readings.surveyed(message.request, slices))
             return
         if own is None:
-            own = self._open = OpenCapture(event.sender, message.number, 0.0, self._now + LOOK_S)
-        own.expires_at = self._now + EXPIRES_S
+            own = self._open = OpenCapture(event.sender, message.number, 0.0, self.now + LOOK_S)
+            self.is_on = True
+        own.expires_at = self.now + EXPIRES_S
         self._enter(own, CaptureRequest(event.peer, message, slices))
 
     def _came_before(self, own: OpenCapture, event: Received, message: Capture) -> bool:
         """Whether this very request is open, or was answered: the sender may have a new connection."""
         if message.number != own.number:
             return False
-        own.expires_at = self._now + EXPIRES_S
+        own.expires_at = self.now + EXPIRES_S
         request, answer = own.waiting.get(message.request), own.answered.get(message.request)
         if request is not None:
             request.peer = event.peer
@@ -175,7 +180,7 @@ class Captures:
         if own is None or own.sender != event.sender or own.number != message.number:
             own = None
         else:
-            own.expires_at = self._now + EXPIRES_S
+            own.expires_at = self.now + EXPIRES_S
         kept = [] if own is None else [own.kept.get(slice_id) for slice_id in message.slice_ids]
         found = [each for each in kept if each is not None]
         if len(found) < len(message.slice_ids):
@@ -210,11 +215,6 @@ class Captures:
         self._effects.send(event.peer, Done(message.request))
 
     # ── what happens meanwhile ──
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether slices are waited for."""
-        return self._open is not None and bool(self._open.wanted)
 
     @property
     def kept_nbytes(self) -> int:
@@ -389,7 +389,7 @@ class Captures:
         """Nothing of it is kept any more."""
         for request in list(own.waiting.values()):
             self._pass(own, request)
-        self._ended, self._open = (own.sender, own.number), None
+        self._ended, self._open, self.is_on = (own.sender, own.number), None, False
 
     # ── invariants ──
 

@@ -6,6 +6,8 @@ again: every slice of a push has the same fate, on whichever server it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
@@ -14,17 +16,17 @@ from kvd.protocol.messages import ErrorCode, Refused, Taken
 
 
 class Disputes:
-    """Between the agreement and the requests of workers."""
+    """Between the agreement and the requests of workers.
+
+    Attributes:
+        open: those who are at odds, if there are any.
+    """
 
     def __init__(self, agreement: OptimizerAgreement, table: KeyTable, waiters: Waiters) -> None:
+        self.open: Mapping[int, object] = agreement.disputes
         self._agreement = agreement
         self._table = table
         self._waiters = waiters
-
-    @property
-    def open(self) -> bool:
-        """Whether the workers disagree."""
-        return bool(self._agreement.dispute)
 
     def pushed(self, rank: int) -> None:
         """The rank has pushed for a round that has yet to close."""
@@ -40,9 +42,9 @@ class Disputes:
 
     def fail_waiting(self, group: FusedGroup) -> None:
         """Tells those who wait for the group, unless its round is being applied."""
-        text = self._agreement.dispute
-        if not text or group.log.closing is not None:
+        if not self.open or group.log.closing is not None:
             return
+        text = self._agreement.dispute
         waiting, group.waiting = group.waiting, []
         for entry in waiting:
             pending = entry.pending

@@ -42,6 +42,7 @@ from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.lane import PushLane
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
@@ -105,6 +106,7 @@ from kvd.protocol.messages import (
 
 # What these ask for, or change, is spread over all slices that a server leads.
 ABOUT_ALL_SLICES = frozenset({Attach, Drop, TakeStep, SetOptimizer, UpdateOptimizer}) | OF_RESUMPTION
+_USUAL = frozenset({PushBatch, PullBatch})  # the lane remembers what it knows when these come
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +117,30 @@ class ServerSettings:
         memory_limit_bytes: an init that would take the server beyond it is refused.
         fail_on_worker_loss: whether calls that wait for a dead worker fail.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
+        lanes: whether pushes that are made again and again go a short way, see `kvd.core.server.lane`.
     """
 
     memory_limit_bytes: int
     fail_on_worker_loss: bool
     small_push_bytes: int = SMALL_PUSH_BYTES
+    lanes: bool = True
 
 
-class _Readers(NamedTuple):
-    """Those that keep something for others, and forget who is silent for too long."""
+class _Timed(NamedTuple):
+    """Those that have something to do at times, while they are on."""
 
     readings: Readings
     captures: Captures
+    late: LateWorkers
+    replication: Replication
 
 
 class _Followers(NamedTuple):
-    """Who is told of a new view, and of the incarnation of a worker that was replaced."""
+    """Who is told of a new view, of the incarnation of a worker that was replaced, and of any message but `_USUAL`."""
 
     of_views: tuple[Callable[[], None], ...]
     of_replaced: tuple[Callable[[int], None], ...]
+    of_unusual: Callable[[], None]
 
 
 class ServerMachine:
@@ -181,7 +188,6 @@ class ServerMachine:
         captures = Captures(
             session.view, self.table, effects, readings, lambda group: self._pushes.advance(group), use.copy_error
         )
-        self._readers = _Readers(readings, captures)
         targets = TargetResolver(session, self.table, batches, attachments, effects, records, elsewhere)
         self._pushes = pushes = Pushes(
             session.view,
@@ -198,6 +204,22 @@ class ServerMachine:
             LateWorkers(session, effects, participants),
             use,
             small_push_bytes=settings.small_push_bytes,
+        )
+        lane = PushLane(
+            effects,
+            attachments,
+            batches,
+            self.table,
+            waiters,
+            participants,
+            readings,
+            captures,
+            pushes.late,
+            elsewhere.leaving,
+            pushes.push_batch,
+            pushes.advance,
+            small_push_bytes=settings.small_push_bytes,
+            is_on=settings.lanes,
         )
         slice_jobs = SliceJobs(self.table, effects, elsewhere, pushes.advance)
         self._control = control = ServerControl(
@@ -265,6 +287,7 @@ class ServerMachine:
             giving_up,
             checks,
         )
+        self._timed = _Timed(readings, captures, pushes.late, self._replication)
         self._validated = (
             session,
             self.table,
@@ -281,12 +304,13 @@ class ServerMachine:
         self._followers = _Followers(
             of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
             of_replaced=(control.drop_sender, batches.drop_sender),
+            of_unusual=lane.forget,
         )
         resumption = Resumption(
             session.view, self.table, effects, attachments, targets, records, elsewhere, agreement, pushes.advance
         )
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
-            PushBatch: pushes.push_batch,
+            PushBatch: lane.push_batch,
             PullBatch: pulls.pull_batch,
             Push: pushes.push,
             Pull: pulls.pull,
@@ -341,17 +365,21 @@ class ServerMachine:
         return self._replication.differences
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        for reader in self._readers:
-            reader.tick(now)
-        if self._pushes.late.is_on:
-            self._pushes.late.tick(now)
+        readings, captures, late, replication = self._timed
+        readings.now = captures.now = now
+        if readings.is_on:
+            readings.tick(now)
+        if captures.is_on:
+            captures.tick(now)
+        if late.is_on:
+            late.tick(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
             self._effects.end_job(event)
             self._deletions.advance()
-            if self._replication.is_on:
-                self._replication.job_ended()
+            if replication.is_on:
+                replication.job_ended()
         elif isinstance(event, LocalCall):
             self._say_goodbye(event)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
@@ -360,16 +388,15 @@ class ServerMachine:
             self._session.handshake_failed(event.error)
         if self._session.is_due(now):
             self._effects.extend(self._session.tick(now))
-        if self._replication.is_on:
-            self._effects.extend(self._replication.tick(now))
+        if replication.is_on:
+            self._effects.extend(replication.tick(now))
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
         due = self._session.next_deadline()
-        for part in (*self._readers, self._replication, self._pushes.late):
-            at = part.next_deadline()
-            if at is not None and (due is None or at < due):  # without a generator: this is asked after each event
-                due = at
+        for part in self._timed:
+            if part.is_on and (at := part.next_deadline()) is not None and (due is None or at < due):
+                due = at  # without a generator: this is asked after each event
         return due
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
@@ -386,8 +413,8 @@ class ServerMachine:
             "slices": len(self.table.slices),
             "bytes_led": self.table.bytes_led + self.table.table_nbytes,
             "bytes_staged": sum(group.log.staged_nbytes for group in groups),
-            "bytes_held_by_readers": self._readers.readings.held_nbytes,
-            "bytes_captured": self._readers.captures.kept_nbytes,
+            "bytes_held_by_readers": self._timed.readings.held_nbytes,
+            "bytes_captured": self._timed.captures.kept_nbytes,
             "requests_waiting": len(self._waiters.pending),
             "workers": ranks,
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
@@ -413,6 +440,8 @@ class ServerMachine:
 
     def _receive(self, event: Received, now: float) -> None:
         message = event.message
+        if type(message) not in _USUAL:
+            self._followers.of_unusual()
         if event.peer == SCHEDULER:
             changed = self._session.receive(event, now)
             self._effects.extend(self._session.take_effects())

@@ -36,17 +36,21 @@ class _Place:
 
 
 class OptimizerAgreement:
-    """The generations, the places, and who is at odds with the others."""
+    """The generations, the places, and who is at odds with the others.
+
+    Attributes:
+        disputes: who is at odds: rank → its incarnation, and what is wrong. To read only.
+    """
 
     def __init__(self) -> None:
         self._generations: list[Optimizer | None] = []
         self._places: dict[int, _Place] = {}
-        self._disputes: dict[int, tuple[int, str]] = {}  # rank → its incarnation, and what is wrong
+        self.disputes: dict[int, tuple[int, str]] = {}
 
     @property
     def dispute(self) -> str:
         """Why no round closes; empty if all agree."""
-        return next(iter(self._disputes.values()))[1] if self._disputes else ""
+        return next(iter(self.disputes.values()))[1] if self.disputes else ""
 
     @property
     def newest(self) -> Optimizer | None:
@@ -66,21 +70,21 @@ class OptimizerAgreement:
         """
         place = self._place_of(rank, incarnation)
         if self._repeats(place, optimizer):
-            self._disputes.pop(rank, None)
+            self.disputes.pop(rank, None)
             return False
         place.repeated = place.generation
         ahead = [other for other, where in self._places.items() if where.generation > place.generation]
         for number in range(max(place.generation, 0), len(self._generations)):
             if self._generations[number] == optimizer:
                 place.generation = place.repeated = number
-                self._disputes.pop(rank, None)
+                self.disputes.pop(rank, None)
                 return False
         if ahead:
             text = _difference(rank, optimizer, ahead, self._generations[place.generation + 1])
             self.differ(rank, text)
             raise NotAllowed(text)
         self._begin(place, optimizer)
-        self._disputes.pop(rank, None)
+        self.disputes.pop(rank, None)
         return True
 
     def set_apart(self, rank: int, incarnation: int, optimizer: Optimizer | None) -> bool:
@@ -122,11 +126,12 @@ class OptimizerAgreement:
 
     def differ(self, rank: int, text: str) -> None:
         """The rank is at odds with the others, until it sets what they have or is replaced."""
-        self._disputes[rank] = self._places[rank].incarnation, text
+        self.disputes[rank] = self._places[rank].incarnation, text
 
     def drop_sender(self, incarnation: int) -> None:
         """The process was replaced. Its successor may set another optimizer."""
-        self._disputes = {rank: entry for rank, entry in self._disputes.items() if entry[0] != incarnation}
+        for rank in [rank for rank, entry in self.disputes.items() if entry[0] == incarnation]:
+            del self.disputes[rank]
 
     def _place_of(self, rank: int, incarnation: int) -> _Place:
         """The place of the rank. One with a new process begins to repeat."""

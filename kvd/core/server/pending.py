@@ -76,6 +76,10 @@ class PendingTable:
         """Whether this peer may open no more requests. One peer cannot keep the others out."""
         return not self._places.has_room(peer, 1, MAX_PENDING)
 
+    def may_open(self, peer: Peer, sender: int, request: int) -> bool:
+        """Whether this is no request that is open, and this peer may open one."""
+        return (sender, request) not in self._open and self._places.has_room(peer, 1, MAX_PENDING)
+
     def open(self, pending: Pending) -> None:
         self._open[pending.sender, pending.request] = pending
         self.row_ids_nbytes += 0 if pending.row_ids is None else pending.row_ids.nbytes

@@ -177,8 +177,9 @@ class Pushes:
             self._stage(event, push, request, rank, targets, decisions)
             if self._view.is_sync and Decision.STAGE in decisions:
                 self._disputes.pushed(rank)
-        self._readings.step_is_over(push.settled)
-        if self._captures.is_waiting:
+        if push.settled > self._readings.over:
+            self._readings.step_is_over(push.settled)
+        if self._captures.is_on:
             self._captures.step_is_over()
         takes = taken_by(push) if push.pull and isinstance(push, Push) else ""
         pending = Pending(event.peer, event.sender, push.request, True, push.pull, len(targets), takes=takes)
@@ -241,7 +242,7 @@ class Pushes:
                 return
             self._commit(group, unchanged(group))
             record = group.log.close_next(self._participants.awaited)
-        if record is not None and self._captures.is_waiting:
+        if record is not None and self._captures.is_on:
             self._captures.before_apply(group, record, partial(self._apply, group, record))
         elif record is not None:
             self._apply(group, record)
@@ -251,18 +252,18 @@ class Pushes:
     def _apply(self, group: FusedGroup, record: Record) -> None:
         optimizer = group.optimizer_for(record.number)
         merge = group.merge or self._view.settings.merge or "sum"
-        coding = None
-        if optimizer is None and self._view.is_sync and not record.assign:
+        coding, assign = None, record.assign
+        if optimizer is None and self._view.is_sync and not assign:
             coding = merged_coding(group, record, merge)
         use = Use(optimizer, group.generation, coding)  # another one may be set while the job runs
         if not is_updated(group.dtype):
             optimizer = None
         pulled = None
-        if group.keeps_pulled and not (self._view.is_sync or record.assign) and optimizer is not None:
+        if group.keeps_pulled and not (self._view.is_sync or assign) and optimizer is not None:
             pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)
-            and (group.is_of_table or ((optimizer is not None or coding is not None) and not record.assign))
+            and (group.is_of_table or ((optimizer is not None or coding is not None) and not assign))
             and self._records.is_held(group.partition)
         )
         self._effects.start_job(
@@ -274,7 +275,7 @@ class Pushes:
                 group.nbytes,
                 group.log.current,
                 record.contributions,
-                record.assign,
+                assign,
                 merge,
                 optimizer,
                 keeps_merged=keeps_merged,
@@ -338,7 +339,7 @@ class Pushes:
             self.staleness.committed(group, record)
         self._waiters.settle(group)
         self._readings.committed(group)
-        if self._captures.is_waiting:
+        if self._captures.is_on:
             self._captures.committed(group)
 
     # ── a worker that is lost ──

@@ -75,7 +75,10 @@ class Readings:
     """The readers of a server.
 
     Attributes:
+        is_on: whether there are any: otherwise nothing is due.
+        now: the time of the step that is under way.
         held_nbytes: what all readers hold.
+        over: the newest step that a worker said to be over.
     """
 
     def __init__(
@@ -86,14 +89,15 @@ class Readings:
         participants: Participants,
         elsewhere: Elsewhere,
     ) -> None:
+        self.is_on = False
         self.held_nbytes = 0
         self._view = view
         self._table = table
         self._effects = effects
         self._participants = participants
         self._elsewhere = elsewhere
-        self._over = 0  # the newest step that a worker said to be over
-        self._now = 0.0
+        self.over = 0
+        self.now = 0.0
         self._readers: dict[int, _Reader] = {}  # by incarnation
         self._waiting: dict[Slice, dict[_Reading, int]] = {}  # the messages that wait for a slice, and its position
 
@@ -101,10 +105,8 @@ class Readings:
 
     def tick(self, now: float) -> None:
         """Forgets readers that have been silent for too long."""
-        self._now = now
-        if self._readers:
-            for sender in [sender for sender, reader in self._readers.items() if reader.expires_at <= now]:
-                self._forget(sender)
+        for sender in [sender for sender, reader in self._readers.items() if reader.expires_at <= now]:
+            self._forget(sender)
 
     def next_deadline(self) -> float | None:
         """When the next reader is forgotten if it stays silent."""
@@ -146,11 +148,12 @@ class Readings:
             return
         if reader is None and len(self._readers) < MAX_READERS:
             reader = self._readers[event.sender] = _Reader(message.number, 0.0)
+            self.is_on = True
         nbytes = sum(slice_.nbytes for slice_ in slices)
         if reader is None or not self._may_hold(reader, nbytes):
             self._effects.send(event.peer, self.surveyed(message.request, slices))
             return
-        reader.expires_at = self._now + HOLD_EXPIRES_S
+        reader.expires_at = self.now + HOLD_EXPIRES_S
         reader.held_nbytes += nbytes
         self.held_nbytes += nbytes
         count = len(slices)
@@ -203,7 +206,7 @@ class Readings:
         groups = {slice_.group: None for slice_ in slices} if slices else self._table.groups.values()
         logs = [group.log for group in groups]
         steps = [log.step for log in logs]
-        over = self._over
+        over = self.over
         if not self._participants.required:  # all have left, and their pushes were committed before
             over = max([group.log.step for group in self._table.groups.values()], default=0)
         return Surveyed(
@@ -225,12 +228,11 @@ class Readings:
                     self._go_on(reading, (position,))
 
     def step_is_over(self, step: int) -> None:
-        """A worker says that its pushes up to this step are committed."""
-        if step > self._over:
-            self._over = step
-            for reader in list(self._readers.values()):
-                for reading in list(reader.waiting.values()):
-                    self._go_on(reading, reading.missing)
+        """A worker says that its pushes up to this step, later than `over`, are committed."""
+        self.over = step
+        for reader in list(self._readers.values()):
+            for reading in list(reader.waiting.values()):
+                self._go_on(reading, reading.missing)
 
     def _go_on(self, reading: _Reading, positions: Sequence[int]) -> None:
         """Takes the versions of these slices that are there now. Answers when all slices are, or when the version of
@@ -253,7 +255,7 @@ class Readings:
 
     def _is_known(self, log: SliceLog, step: int) -> bool:
         """Whether no more versions of steps up to this one will come."""
-        return log.step > step or log.version == step or step <= self._over
+        return log.step > step or log.version == step or step <= self.over
 
     def drop_slices(self, slices: Sequence[Slice]) -> None:
         """Another server leads them: readers ask there."""
@@ -268,7 +270,7 @@ class Readings:
 
     def is_over(self, step: int) -> bool:
         """Whether a worker has said that nothing more of this step is to come."""
-        return step <= self._over
+        return step <= self.over
 
     # ── the end of waiting ──
 
@@ -288,6 +290,7 @@ class Readings:
     def _forget(self, sender: int) -> None:
         """The reader holds nothing any more, and waits for nothing."""
         reader = self._readers.pop(sender)
+        self.is_on = bool(self._readers)
         self.held_nbytes -= reader.held_nbytes
         for reading in list(reader.waiting.values()):
             self._close(reading)

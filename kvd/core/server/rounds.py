@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
@@ -24,6 +25,9 @@ from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NEVER_PULLED, NO_PROGRESS, PushRequest, Refusal, WorkerProgress
 from kvd.core.server.staging import Staging, nbytes_of
 from kvd.protocol.messages import ADD, NO_PLACE, MergedCoding
+
+_ADDS = frozenset({ADD})
+_how_of = attrgetter("how")
 
 
 class PushStatus(Enum):
@@ -50,7 +54,7 @@ class Record(NamedTuple):
 
     @property
     def assign(self) -> bool:
-        return any(contribution.how != ADD for contribution in self.contributions)
+        return not _ADDS.issuperset(map(_how_of, self.contributions))
 
     @property
     def coding(self) -> MergedCoding | None:
@@ -147,8 +151,12 @@ class SliceLog:
 
     def mixes(self, clock: int, how: int) -> bool:
         """Whether a push of this kind would meet the other kind (contributions and assignments) in its round."""
-        others = self._staging.rounds.get(clock, {}).values() if self.sync else ()
-        return any((other.how == ADD) != (how == ADD) for other in others)
+        others = self._staging.rounds.get(clock) if self.sync else None
+        if others:
+            for other in others.values():
+                if (other.how == ADD) != (how == ADD):
+                    return True
+        return False
 
     def refuse(self, rank: int, refusal: Refusal) -> None:
         """The push is refused for good: see `WorkerProgress.last_refusal`."""
@@ -163,6 +171,20 @@ class SliceLog:
             progress.come_to(place, clock, is_contribution=contribution.how == ADD)
         progress.last_request = push
         self._staging.add(contribution, sync=self.sync)
+
+    def stage_next(self, contribution: Contribution, push: PushRequest) -> bool:
+        """Sync: `stage` for a push to the open round that plainly is its worker's next one. False: nothing was done."""
+        clock = contribution.clock
+        progress = self.progress.get(contribution.rank)
+        if progress is None or progress.staged >= clock or self.mixes(clock, contribution.how):
+            return False
+        last, told = progress.last_request, progress.last_refusal
+        if last is None or last.sender != push.sender or last.number >= push.number:
+            return False
+        if told is not None and told.push.number >= push.number:
+            return False
+        self.stage(contribution, push)
+        return True
 
     def drop_unclosed(self, rank: int) -> None:
         """A new incarnation has the rank, or the rounds go on without it: what it staged for open rounds is
@@ -236,12 +258,11 @@ class SliceLog:
 
     def missing(self, clock: int, required: Iterable[int]) -> list[int]:
         """Sync: the ranks that the round of `clock` still waits for."""
-        contributions = self._staging.rounds.get(clock, {})
-        return [
-            rank
-            for rank in required
-            if rank not in contributions and self.progress.get(rank, NO_PROGRESS).staged < clock
-        ]
+        contributions, progress, missing = self._staging.rounds.get(clock, ()), self.progress, []
+        for rank in required:
+            if rank not in contributions and progress.get(rank, NO_PROGRESS).staged < clock:
+                missing.append(rank)  # noqa: PERF401  a comprehension is one more call in each push
+        return missing
 
     def has_quorum(self, clock: int, quorum: int, required: Iterable[int]) -> bool:
         """Sync: whether so many have contributed to the round of `clock`, or came in after it and wait for it as well.
@@ -266,8 +287,9 @@ class SliceLog:
             return None
         self.closed += 1
         self.closing = Record(self.closed, (), taken) if repeated else Record(self.closed, taken)
-        if self.sync and taken:
-            self.newest = max(self.newest, *[(given.place, given.clock) for given in taken])
+        for given in taken if self.sync else ():
+            if (given.place, given.clock) > self.newest:
+                self.newest = given.place, given.clock
         return self.closing
 
     def close_empty(self) -> Record:
@@ -281,12 +303,11 @@ class SliceLog:
         clock = self.closed + 1
         contributions = self._staging.rounds.get(clock)
         if not contributions:
-            is_over = bool(required) and all(self.progress_of(rank).staged >= clock for rank in required)
-            return () if is_over else None
+            return () if required and not self.missing(clock, required) else None
         if self.missing(clock, required):
             return None
         del self._staging.rounds[clock]
-        return tuple(contributions[rank] for rank in sorted(contributions))
+        return tuple(map(contributions.__getitem__, sorted(contributions)))
 
     def _take_arrived(self, required: Collection[int]) -> tuple[tuple[Contribution, ...] | None, bool]:
         """The next contribution, and whether it repeats a shared step."""
@@ -322,7 +343,10 @@ class SliceLog:
         self.previous, self.current = self.current, buffer
         self.version += 1
         self.previous_step = self.step
-        self.step = max(self.step, self.version, *[given.step for given in record.contributions])
+        self.step = max(self.step, self.version)
+        for given in record.contributions:
+            if given.step > self.step:
+                self.step = given.step
         if not self.sync:
             for contribution in (*record.contributions, *record.repeated):
                 self._progress_to_change(contribution.rank).committed = contribution.clock

@@ -62,4 +62,8 @@ class Staging:
 
 
 def nbytes_of(contributions: Iterable[Contribution]) -> int:
-    return sum([contribution.span.nbytes for contribution in contributions if contribution.span is not None])
+    total = 0
+    for contribution in contributions:
+        if contribution.span is not None:
+            total += contribution.span.nbytes
+    return total

@@ -69,6 +69,12 @@ class Waiters:
             if pending.closed:
                 return
 
+    def wait_for_round(self, pending: Pending, group: FusedGroup, rank: int, clock: int) -> None:
+        """The same for a request about all of a group, whose round is open."""
+        pending.spans, pending.versions = [()], [0]
+        self.pending.open(pending)
+        group.waiting.append(Waiting(pending, 0, rank, clock, None))
+
     def settle(self, group: FusedGroup) -> None:
         """The group has a new version: what that answers is answered."""
         waiting, group.waiting = group.waiting, []
@@ -158,12 +164,15 @@ class Waiters:
 
     def _answer(self, pending: Pending) -> None:
         spans: tuple[Span, ...] = ()
-        answer: Message = Done(pending.request)
+        answer: Message
         if pending.pull:
             spans = pending.spans[0] if len(pending.spans) == 1 else tuple(chain.from_iterable(pending.spans))
-            answer = Values(pending.request, tuple(pending.versions), pending.coding)
         if not pending.counts:
             answer = Uncounted(pending.request, tuple(pending.versions) if pending.pull else ())
+        elif pending.pull:
+            answer = Values(pending.request, tuple(pending.versions), pending.coding)
+        else:
+            answer = Done(pending.request)
         for peer in pending.peers():
             self._effects.send(peer, answer, spans)
         self.pending.close(pending)
