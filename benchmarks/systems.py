@@ -135,10 +135,12 @@ KVD_WAYS: Final = {
     "insecure": (f"{KVD} insecure", ("--transport", "tcp", "--insecure")),
     "ipc": (f"{KVD} ipc", ("--transport", "ipc")),
     "bound": (f"{KVD} bound", ("--transport", "auto", "--bound")),
+    "copy-free": (f"{KVD} copy-free", ("--transport", "auto", "--copy-free")),
+    "bound-copy-free": (f"{KVD} bound copy-free", ("--transport", "auto", "--bound", "--copy-free")),
 }
 """Ways to run kvd → the name of the system and the flags of `kvd bench`: its defaults (shared memory on one host), TCP
 or ipc sockets alone, TCP as between hosts in its three forms (encrypted links, ZeroMQ's encryption alone, none), and
-its defaults with gradients in the arrays of `kv.bind`."""
+its defaults with gradients in the arrays of `kv.bind`, with values by `copy=False`, and with both."""
 
 
 def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[System], list[str]]:
@@ -146,7 +148,7 @@ def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[Syste
     systems, advice = [], []
     for way in ways:
         name, flags = KVD_WAYS[way]
-        if way == "bound" and not KVStore.is_capable("bind"):
+        if "--bound" in flags and not KVStore.is_capable("bind"):
             advice.append(f"{name} is left out: this version of kvd has no kv.bind")
             continue
         command = (sys.executable, "-m", "kvd_cli.main", "bench", "-o", "json", *flags)

@@ -256,15 +256,17 @@ def test_the_machine_is_described_from_the_kernels_tables() -> None:
 
 def test_the_ways_to_run_kvd_differ_in_name_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.systems.KVStore.is_capable", staticmethod(lambda capability: True))
-    systems, advice = kvd_systems(("auto", "tcp", "bound"), ("none",))
+    systems, advice = kvd_systems(("auto", "tcp", "bound", "bound-copy-free"), ("none",))
     assert advice == []
     assert [(system.name, system.is_ours) for system in systems] == [
         ("kvd", True),
         ("kvd tcp", True),
         ("kvd bound", True),
+        ("kvd bound copy-free", True),
     ]
     assert [system.command[-2:] for system in systems[:2]] == [("--transport", "auto"), ("--transport", "tcp")]
     assert systems[2].command[-1] == "--bound"
+    assert systems[3].command[-2:] == ("--bound", "--copy-free")
     assert systems[0].does(effort("4MiBx7"), "none")  # what no fixed work is called
 
 
@@ -302,7 +304,7 @@ def test_a_folder_without_kvd_is_no_earlier_one(tmp_path: Path) -> None:
 
 def test_kvd_without_bind_is_compared_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.systems.KVStore.is_capable", staticmethod(lambda capability: False))
-    systems, [advice] = kvd_systems(("auto", "bound"), ("none",))
+    systems, [advice, _] = kvd_systems(("auto", "bound", "bound-copy-free"), ("none",))
     assert [system.name for system in systems] == ["kvd"]
     assert advice.startswith("kvd bound is left out")
 
