@@ -71,7 +71,8 @@ WORK: Final[dict[str, list[int]]] = {
 }
 """The works with names of their own, and the sizes of their float32 keys. `sizes_of` knows more works."""
 
-_SIZED: Final = re.compile(r"([1-9][0-9]{0,5})(KiB|MiB)(?:x([1-9][0-9]{0,5}))?")
+_SIZED: Final = re.compile(r"([1-9][0-9]{0,5})(B|KiB|MiB)(?:x([1-9][0-9]{0,5}))?")
+_UNITS: Final = {"B": 1, "KiB": KIB, "MiB": KIB * KIB}
 MOST_BYTES: Final = 64 << 30
 """The most bytes of one work: more is a typing mistake."""
 
@@ -85,9 +86,9 @@ def sizes_of(name: str) -> list[int]:
     if name in WORK:
         return WORK[name]
     match = _SIZED.fullmatch(name)
-    nbytes = int(match[1]) * (KIB if match[2] == "KiB" else KIB * KIB) if match else 0
+    nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
     count = int(match[3] or 1) if match else 0
-    if not 0 < nbytes * count <= MOST_BYTES:
+    if not 0 < nbytes * count <= MOST_BYTES or nbytes % VALUE_NBYTES:
         raise ValueError(f"no such work: {name}; there are {', '.join(WORK)}, and sizes such as 16KiB or 4MiBx64")
     return [nbytes // VALUE_NBYTES] * count
 

@@ -74,12 +74,12 @@ def test_a_work_has_the_bytes_that_its_name_says(name: str, keys: int, nbytes: i
 
 def test_names_of_works_are_checked() -> None:
     assert names_of("4KiB, 1KiB,4KiB, 4MiBx64") == ["4KiB", "1KiB", "4MiBx64"]
-    for wrong in ("1KiB,2KB", "", ",", "0KiB", "1KiBx0", "4KiBx", "-1KiB", "1GiB", "999999MiBx999999"):
+    for wrong in ("1KiB,2KB", "", ",", "0KiB", "1KiBx0", "4KiBx", "-1KiB", "6B", "1GiB", "999999MiBx999999"):
         with pytest.raises(ValueError, match="there are 1KiB, 4KiB"):
             names_of(wrong)
 
 
-@pytest.mark.parametrize(("name", "keys", "nbytes"), [("3KiB", 1, 3 << 10), ("4MiBx3", 3, 12 << 20)])
+@pytest.mark.parametrize(("name", "keys", "nbytes"), [("3KiB", 1, 3 << 10), ("4MiBx3", 3, 12 << 20), ("64Bx9", 9, 576)])
 def test_a_work_of_any_size_has_the_bytes_that_its_name_says(name: str, keys: int, nbytes: int) -> None:
     assert len(sizes_of(name)) == keys
     assert 4 * sum(sizes_of(name)) == nbytes

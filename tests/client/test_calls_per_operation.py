@@ -65,8 +65,8 @@ def listed(store: kvd.KVStore) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("prepare", "by_worker", "by_server"),
     [
-        pytest.param(pushpull, 190, 320, id="1 KiB"),
-        pytest.param(listed, 370, 320, id="a list of ten"),
+        pytest.param(pushpull, 185, 320, id="1 KiB"),
+        pytest.param(listed, 245, 320, id="a list of ten"),
     ],
 )
 def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:

@@ -10,11 +10,10 @@ import numpy as np
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.memory_budget import MemoryBudget, Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import BYTE, Array, Source, Target, source_of, spec_of, targets_by_name, values_by_name
+from kvd.client.calls.values import Array, Source, Target, source_of, targets_by_name, values_by_name
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
-from kvd.core.requests import Item
 from kvd.tables.description import RowSparse
 from kvd.tables.first_rows import RowPages, first_rows, pages_of
 from kvd.tables.wire import spec_of_table
@@ -50,19 +49,6 @@ class Arguments:
     def raise_unobserved(self, names: Sequence[str]) -> None:
         """Raises unobserved errors of these keys."""
         self._unobserved.raise_for(names)
-
-    def plain_item(self, key: str, value: Any, out: Any) -> Item | None:
-        """What `sources` and `targets` make of two arrays that are alike and lie in the memory of the program, as most
-        do; None of others, and of bound gradients."""
-        if type(value) is not np.ndarray or type(out) is not np.ndarray:
-            return None
-        dtype, shape = value.dtype, value.shape
-        if out.dtype != dtype or out.shape != shape or not dtype.isnative or self._bound.has(key):
-            return None
-        if not value.flags.c_contiguous or not out.flags.carray:
-            return None
-        spec = spec_of(dtype, shape, self._slice_bytes)
-        return Item(key, spec, value.ravel().view(BYTE), out.ravel().view(BYTE))
 
     def sources(
         self,

@@ -17,6 +17,7 @@ from kvd.client.cluster.deletion import ClusterDeletion
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.joining import Arrival, Joining
 from kvd.client.cluster.nodes import ClusterNodes
+from kvd.client.cluster.plain_calls import PlainCalls
 from kvd.client.cluster.rounds import ClusterRounds
 from kvd.client.cluster.snapshots import ClusterSnapshots
 from kvd.client.cluster.steps import program_steps
@@ -108,7 +109,17 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     return Backend(
         facts=facts,
         values=ClusterValues(
-            engine, arguments, bound, unobserved, steps, restored, facts.rank, config.check_bound, compression, tables
+            engine,
+            arguments,
+            PlainCalls(bound, settings.slice_bytes),
+            bound,
+            unobserved,
+            steps,
+            restored,
+            facts.rank,
+            config.check_bound,
+            compression,
+            tables,
         ),
         tables=tables,
         assignments=assignments,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kvd.client.calls import checks
 from kvd.client.calls.casting import CastOuts
 from kvd.client.calls.handle import Handle
@@ -23,6 +25,7 @@ from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.held_versions import HeldVersions
 from kvd.client.cluster.new_values import NewValues
+from kvd.client.cluster.plain_calls import PlainCall, PlainCalls
 from kvd.client.cluster.pushed_values import CompressedValues, PushedValues
 from kvd.client.cluster.tables import ClusterTables, PushedTable
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
@@ -30,7 +33,6 @@ from kvd.core import requests
 from kvd.core.requests import Item, TakenForm
 from kvd.errors import RemoteError
 
-MOST_PLAIN = 1 << 16  # keys whose calls are made in fewer steps
 NO_KEYS = KeyList([], True)
 
 
@@ -48,6 +50,7 @@ class ClusterValues:
         self,
         engine: Engine,
         arguments: Arguments,
+        plain: PlainCalls,
         bound: BoundKeys,
         unobserved: UnobservedErrors,
         steps: ProgramSteps,
@@ -65,7 +68,7 @@ class ClusterValues:
         self._rank = rank
         self._compression = compression
         self._tables = tables
-        self._plain: set[str] = set()  # keys that were pushed and pulled, and are no tables
+        self._plain = plain
         self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -204,10 +207,10 @@ class ClusterValues:
     ) -> Handle:
         out = value if out is None else out
         has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
-        if has_defaults and type(key) is str and key in self._plain and not (copy or cast or view):
-            item = self._arguments.plain_item(key, value, out)
-            if item is not None and self._compression.current is None:
-                return self._pushpull_plain(item, out)
+        if has_defaults and not (copy or cast or view) and self._compression.current is None:
+            call = self._plain.find(key, value, out)
+            if call is not None:
+                return self._pushpull_plain(call, out)
         keys = self._arguments.named(key)
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
@@ -248,20 +251,26 @@ class ClusterValues:
         )
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)
-        if type(key) is str and len(self._plain) < MOST_PLAIN:
-            self._plain.add(key)
+        self._plain.note(key, keys)
         return self._watched(names, handle)
 
-    def _pushpull_plain(self, item: Item, out: Any) -> Handle:
-        """The same for one array, whose key was looked at in an earlier call."""
-        names = [item.key]
+    def _pushpull_plain(self, call: PlainCall, out: Any) -> Handle:
+        """The same for arrays of which nothing but these need be looked at."""
+        names, items = call
         self._arguments.raise_unobserved(names)
+        many = type(out) is not np.ndarray
         if not self._steps.take_pushes(names):
-            keys = KeyList(names, False)
+            keys = KeyList(list(names), many)
             return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
-        transfer = requests.Transfer((item,), push=True, pull=True, place=self._steps.place)
-        reclaim = partial(self._engine.take_back, [item.source])
-        handle = Handle(self._submit_push(transfer), lambda _: out, "pushpull", self._engine.wait, reclaim)
+        transfer = requests.Transfer(items, push=True, pull=True, place=self._steps.place)
+        reclaim = partial(self._engine.take_back, [item.source for item in items])
+        handle = Handle(
+            self._submit_push(transfer),
+            lambda _: list(out) if many else out,
+            "pushpull",
+            self._engine.wait,
+            reclaim,
+        )
         return self._watched(names, handle)
 
 
