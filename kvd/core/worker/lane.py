@@ -37,6 +37,7 @@ from kvd.protocol.messages import ABSENT, Done, PullBatch, PushBatch, Staged, Va
 
 READY = KeyState.READY
 MAX_ANSWERS = 4096  # kept of one call, until it is completed
+MOST_ITEMS = 4096  # of a call: one of more takes so long that something else comes first
 
 
 @dataclass(slots=True)
@@ -151,7 +152,9 @@ class Lane:
 
     def begin(self, event: LocalCall, transfer: requests.Transfer, now: float) -> bool:
         """Takes the call and sends its messages, if it may. False: nothing was done, and it goes the general way."""
-        if self._others_are_due(now) or not _is_plain(transfer) or not self._is_on or not self._stillness.is_total():
+        if not self._is_on or len(transfer.items) > MOST_ITEMS or not _is_plain(transfer):
+            return False
+        if self._others_are_due(now) or not self._stillness.is_total():
             return False
         known = self._keys.by_name
         keys = tuple([known.get(item.key) for item in transfer.items])
