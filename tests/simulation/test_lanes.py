@@ -69,9 +69,10 @@ def test_lanes_change_nothing(seen: Seen) -> None:
     for name in COMPARED:
         for seed in range(SEEDS):
             compare(name, seed)
+    # Undisturbed trainings are run once for all tests of a process, so another test may have had theirs.
     assert seen.left > 20
     assert seen.begun - seen.left > 20
-    assert seen.taken > 40
+    assert seen.taken > 20
 
 
 @pytest.mark.soak
