@@ -57,8 +57,8 @@ def bench(
     In each step of a work, every worker pushes all keys of the work and pulls them back, in one call. Bytes and MB
     count what one worker pushes; it pulls the same amount. Times are medians over workers and repetitions.
 
-    With -v, further steps of each work are counted: the processor time that a step takes, context switches, system
-    calls (where strace is installed) and calls of Python functions, of a worker and of all servers together.
+    With -v, a second table says what a step costs a worker, and all servers together: processor time, and, counted in
+    further steps, context switches, system calls (where strace is installed) and calls of Python functions.
 
     A work is one of the names in the default of --only, or SIZE or SIZExCOUNT, such as 16KiB or 4MiBx64.
     """
