@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -53,12 +53,6 @@ class Calls:
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             self._count += 1
-
-
-def install(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> None:
-    """Have signals handled by functions, in the main thread."""
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def allow_tracing() -> None:

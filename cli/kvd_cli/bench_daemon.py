@@ -7,12 +7,13 @@ but large updates. It lets any process of its user trace it, so that its system 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
 from kvd_cli import main
-from kvd_cli.bench_counting import BEGIN, END, FOLDER, Calls, allow_tracing, begun_file, calls_file, install
+from kvd_cli.bench_counting import BEGIN, END, FOLDER, Calls, allow_tracing, begun_file, calls_file
 
 
 def _count() -> None:
@@ -29,7 +30,8 @@ def _count() -> None:
         unfinished.write_text(str(counted))
         unfinished.rename(calls_file(folder, pid))
 
-    install({BEGIN: begin, END: end})
+    signal.signal(BEGIN, begin)
+    signal.signal(END, end)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Plain calls: arrays in the program's memory, pushed and pulled under keys that an earlier call has looked at.
 
-A training loop makes the same call again and again. What its keys are need not be found out anew: they are recognised.
-Its arrays are looked at each time, since a program may make others, or change the shape of one. They are not kept.
+A training loop makes the same call again and again. Its keys are recognised, and nothing about them is found out anew.
+Its arrays are looked at each time, since a program may pass others, or change the shape of one. They are not kept.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from kvd.core.server.readings import Readings
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ADD, PushBatch, Staged
 
-MAX_REMEMBERED = 1 << 12  # batches of all workers; then the lane begins anew
+MAX_REMEMBERED = 1 << 12  # batches of all workers; one more, and all are forgotten
 
 
 class Usual(NamedTuple):
