@@ -82,6 +82,8 @@ class Driver:
 
     Attributes:
         machine: the role.
+        stepper: steps the machine, and says when another part may look into it.
+        sender, receiver: of messages.
         feed: gives the machine an event, from any thread, and carries out its effects: `Stepper.feed`.
     """
 
@@ -105,29 +107,29 @@ class Driver:
         self._on_census = on_census
         self._on_halt = on_halt
         self._on_stop = on_stop
-        self._stepper = Stepper(machine, holding)
-        self.feed: Callable[[Event], None] = self._stepper.feed
-        self._sender = MessageSender(machine, transport, self._stepper)
-        self._receiver = MessageReceiver(self._stepper, self._sender)
-        self._background = Background(self._stepper, new_runner, executor, persist, holding)
+        self.stepper = Stepper(machine, holding)
+        self.feed: Callable[[Event], None] = self.stepper.feed
+        self.sender = MessageSender(machine, transport, self.stepper)
+        self.receiver = MessageReceiver(self.stepper, self.sender)
+        self._background = Background(self.stepper, new_runner, executor, persist, holding)
 
         self._actions = self._table_of_actions()
 
     def start(self) -> None:
         """Starts on the running loop."""
-        self._transport.start(self._receiver.receive, self._receiver.reject)
-        self._stepper.start(self._actions)
+        self._transport.start(self.receiver.receive, self.receiver.reject)
+        self.stepper.start(self._actions)
 
     def stop(self, linger_s: float = 0.5) -> None:
         """Stops. Messages still queued get `linger_s` to leave."""
         self._background.stop()
-        self._stepper.stop(lambda: self._transport.close(linger_s))
+        self.stepper.stop(lambda: self._transport.close(linger_s))
 
     def _table_of_actions(self) -> dict[type[Any], Callable[[Any], None]]:
         """Which part carries out which effect."""
         return {
             InRun: self._in_run,
-            Send: self._sender.send_own,
+            Send: self.sender.send_own,
             Connect: self._connect,
             Disconnect: lambda effect: self._transport.disconnect(effect.peer),
             DropRun: self._background.drop_run,
@@ -146,7 +148,7 @@ class Driver:
         for effect in effects:
             try:
                 if type(effect) is Send:
-                    self._sender.send(effect, run, epoch)
+                    self.sender.send(effect, run, epoch)
                 else:
                     self._of_a_run(effect, run)
             except Exception as error:  # noqa: BLE001  the next ones are carried out all the same
@@ -174,7 +176,7 @@ class Driver:
 
     def _census(self, effect: Census) -> None:
         if self._on_census is not None:
-            self._stepper.queue(self._on_census())
+            self.stepper.queue(self._on_census())
 
     def _complete(self, effect: Complete) -> None:
         if self._on_complete is not None:

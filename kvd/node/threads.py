@@ -64,6 +64,7 @@ from kvd.node.timer import DeadlineTimer
 from kvd.observe.log import event
 from kvd.transport.holding import Holding
 from kvd.transport.host import HostTransport
+from kvd.transport.link import Link
 
 FAILED_TICK_PAUSE_S = 1.0
 LONGEST_POLL_S = 60.0
@@ -121,6 +122,29 @@ class Stepper:
         does both."""
         self._events.append(happened)
         self._pump()
+
+    def enter(self) -> bool:
+        """Keeps others from stepping the machine until `leave`, which must come soon. False: another thread is stepping
+        it, or an event or effect waits."""
+        if self._stopped or self._events or self._deferred or not self._stepping.acquire(blocking=False):
+            return False
+        if self._stopped or self._events or self._deferred:
+            self._stepping.release()
+            self._pump()
+            return False
+        return True
+
+    def leave(self, deadline: float) -> None:
+        """Undoes `enter`. What came meanwhile is stepped.
+
+        Args:
+            deadline: when the machine must be stepped at the latest.
+        """
+        self._stepping.release()
+        if self._events:
+            self._pump()
+        if deadline < self._timer.due_at:
+            self._call_on_loop(self._timer.set, deadline)
 
     def queue(self, happened: Event) -> None:
         """Adds an event that an effect caused; the step that is being carried out is followed by its step."""
@@ -222,18 +246,41 @@ class LinkWaiter:
     def wait(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
         """Reads until `awaited` is done, the time is up or `interrupt` came. Returns at once if another thread is the
         reader."""
-        if not self._turn.acquire(blocking=False):
+        if not self.begin():
             return
+        try:
+            self._read_until(awaited, timeout_s, interrupt)
+        finally:
+            self.end()
+
+    def begin(self) -> bool:
+        """This thread is the reader until `end`, and the loop's reading is paused. False: another thread is the
+        reader."""
+        if not self._turn.acquire(blocking=False):
+            return False
         if self._wake_fd < 0:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader = threading.get_ident()
         self._transport.pause_loop()
-        try:
-            self._read_until(awaited, timeout_s, interrupt)
-        finally:
-            self._reader = 0
-            self._transport.resume_loop()
-            self._turn.release()
+        return True
+
+    def end(self) -> None:
+        self._reader = 0
+        self._transport.resume_loop()
+        self._turn.release()
+
+    def wait_for(
+        self, link: Link, head: bytes | bytearray, rest_nbytes: int, awaited: Awaited, interrupt: Interrupt
+    ) -> bytes | None:
+        """Between `begin` and `end`: reads until a frame of the link begins with `head`, and returns the `rest_nbytes`
+        bytes behind. None: `awaited` is done, the link is down, or `interrupt` came."""
+        while not (awaited.done() or interrupt.came) and link.is_up:
+            rest = self._transport.wait_for(link, head, rest_nbytes, LONGEST_POLL_S, self._wake_fd)
+            if rest is not None:
+                return rest
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        return None
 
     def _read_until(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
         until = None if timeout_s is None else time.monotonic() + timeout_s

@@ -8,17 +8,21 @@ are built once, at import, from the annotations of the messages.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields, replace
 from enum import Enum
 from operator import attrgetter
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgpack
 
 from kvd.errors import ProtocolError
 from kvd.protocol import messages
+from kvd.protocol.envelope import VERSION, Decoded
+from kvd.protocol.fixed import PUSH_NBYTES, read_push, write_push, write_values
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_MEMBERS,
@@ -29,7 +33,9 @@ from kvd.protocol.messages import (
     Limit,
     Message,
     NotYet,
+    PushBatch,
     Refused,
+    Values,
 )
 from kvd.protocol.specs import (
     ANY_ROW,
@@ -51,21 +57,11 @@ from kvd.protocol.specs import (
     TableSpec,
 )
 
-VERSION = 11
 MAX_HEADER_BYTES = 64 << 10
 _WALKED_FROM_BYTES = 512  # shorter headers cannot promise enough entries to do harm
 _ENVELOPE = 6  # entries before the message's own fields
 
 Check = Callable[[object], object]
-
-
-class Decoded(NamedTuple):
-    """A message, and what its header says about the sender."""
-
-    sender: int
-    epoch: Epoch
-    message: Message
-    run: int
 
 
 def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> bytes:
@@ -74,12 +70,17 @@ def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> by
     Raises ProtocolError if it is longer than MAX_HEADER_BYTES.
     """
     kind = type(message)
+    if kind in _FIXED:
+        with suppress(struct.error):  # a number that is out of range; below it is said better
+            header = _FIXED[kind](message, sender, epoch, run)
+            if header is not None:
+                return header
     if isinstance(message, Refused):
         message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
     elif isinstance(message, NotYet):
         message = replace(message, text=_shortened(message.text))
     body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], run, *_FIELDS[kind.KIND](message)]
-    header: bytes = msgpack.packb(body, default=_plain_form)
+    header = msgpack.packb(body, default=_plain_form)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     return header
@@ -89,6 +90,8 @@ def decode(header: bytes | memoryview) -> Decoded:
     """The message in `header`. Raises ProtocolError, which says what is wrong with it."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    if len(header) == PUSH_NBYTES and (push := read_push(header)) is not None:
+        return push
     try:
         if len(header) > _WALKED_FROM_BYTES:
             _walk(header)
@@ -382,5 +385,6 @@ def _builder(kind: type[Any]) -> Callable[[list[object]], Message]:
 
 _parts = _list_of(_part, Limit(1, messages.MAX_PARTS))
 _KINDS: tuple[type[Any], ...] = get_args(Message)
+_FIXED: dict[type[Any], Callable[[Any, int, Epoch, int], bytes | None]] = {PushBatch: write_push, Values: write_values}
 _FIELDS: dict[int, Callable[[Message], Iterable[object]]] = {kind.KIND: _fields_of(kind) for kind in _KINDS}
 _BUILDERS: dict[int, Callable[[list[object]], Message]] = {kind.KIND: _builder(kind) for kind in _KINDS}

@@ -38,6 +38,11 @@ def prefix_of(
     return PREFIX.pack(kind, released, 0, header_nbytes, payload_nbytes, segment, offset)
 
 
+def inline_frame(header_nbytes: int, payload_nbytes: int) -> bytearray:
+    """An INLINE frame that releases nothing, with a header and a payload of zeros for the caller to fill in."""
+    return bytearray(prefix_of(INLINE, 0, header_nbytes, payload_nbytes) + bytes(header_nbytes + payload_nbytes))
+
+
 def pack_numbers(numbers: list[int]) -> bytes:
     return _NUMBERS[len(numbers)].pack(*numbers)
 

@@ -240,6 +240,16 @@ class HostTransport:
         """
         return self._reader.wait(timeout_s, wake_fd)
 
+    def link_to(self, peer: Peer) -> Link | None:
+        """The link to the peer, if it is up, and no message waits until it is decided whether there is one."""
+        return self._links.get(peer) if not self._waiting else None
+
+    def wait_for(
+        self, link: Link, head: bytes | bytearray, rest_nbytes: int, timeout_s: float, wake_fd: int
+    ) -> bytes | None:
+        """See `LinkReader.wait_for`."""
+        return self._reader.wait_for(link, head, rest_nbytes, timeout_s, wake_fd)
+
     # ── links ──
 
     def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:

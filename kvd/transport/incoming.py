@@ -119,6 +119,16 @@ class FrameAssembler:
             return Frame(kind, numbers, header, payload, nbytes, segment, offset)
         return self._begin_large(Frame(kind, numbers, header, None, nbytes, segment, offset))
 
+    def take_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
+        """What comes after `head` in the next frame, which begins so and has `rest_nbytes` bytes more. None: the next
+        frame is another one, or has not arrived completely; `take` takes it."""
+        body_at = self._start + len(head)
+        end = body_at + rest_nbytes
+        if self._large is not None or end > self._end or self._buffer[self._start : body_at] != head:
+            return None
+        self._start = end
+        return bytes(self._view[body_at:end])
+
     def close(self) -> None:
         self._large = None
 
@@ -150,6 +160,13 @@ class Incoming:
         self._descriptors: deque[int] = deque()
         self.take: Callable[[], Frame | None] = self._frames.take
         """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""
+        self.take_like: Callable[[bytes | bytearray, int], bytes | None] = self._frames.take_like
+        """See `FrameAssembler.take_like`."""
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether something was read that was not taken."""
+        return not self._frames.is_empty
 
     def fill(self) -> bool:
         """Reads once; to be called when `take` returns None. False: the stream has ended.

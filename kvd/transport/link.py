@@ -131,6 +131,11 @@ class Link:
         return not self._out.is_empty
 
     @property
+    def has_more(self) -> bool:
+        """Whether frames may have been read that are not delivered yet."""
+        return self._has_more
+
+    @property
     def is_sealed(self) -> bool:
         return isinstance(self._in, SealedIncoming)
 
@@ -194,6 +199,18 @@ class Link:
         pieces = padded(pieces_of(payload))
         with self._lock:
             return self._push_frame(INLINE, header, pieces, nbytes)
+
+    def send_prepared(self, frame: bytearray) -> bool:
+        """Sends a frame of `inline_frame`, which the caller may change afterwards. False: nothing was sent, and the
+        message goes by `send`: the link is down, frames wait before this one, or releases have to go along."""
+        with self._lock:
+            out = self._out
+            if not self.is_up or not out.is_empty or out.has_held or self._remote.has_gone():
+                return False
+            sent = self._push(frame)
+            if not out.is_empty:
+                out.copy_queued()
+            return sent
 
     def _send_large(self, header: bytes, payload: Sequence[Span], nbytes: int) -> bool:
         if not self.is_up or nbytes > MAX_PAYLOAD_BYTES:
@@ -322,6 +339,20 @@ class Link:
         if self._remote.has_gone():
             self._release_if_due()
         return self._has_more
+
+    def receive_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
+        """Reads once, unless frames are left to deliver. If the next frame begins with `head` and has `rest_nbytes` bytes
+        more, returns these, and the frame is taken. None: it is another frame, which `receive` delivers."""
+        if self.has_ended or self._has_more or not self._greeted or not self._fill():
+            return None
+        self._has_more = True
+        try:
+            rest = self._in.take_like(head, rest_nbytes) if self.is_up else None
+            self._has_more = rest is None or self._in.has_rest
+            return rest
+        except InvalidFrameError as error:
+            self._end_with_garbage(error)
+            return None
 
     def _fill(self) -> bool:
         """Reads once. False: the link has ended."""

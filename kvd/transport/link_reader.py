@@ -150,10 +150,8 @@ class LinkReader:
     def wait(self, timeout_s: float, wake_fd: int) -> bool:
         """Waits for the links and delivers what has arrived. False: the time is up, `wake_fd` is readable, or the
         reader is closed."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._waiting += 1
+        if not self._enter():
+            return False
         try:
             poll = self._poll_of_thread(wake_fd)
             ready = poll.poll(min(max(0.0, timeout_s), LONGEST_WAIT_S) * 1000)
@@ -163,8 +161,19 @@ class LinkReader:
                 _wait_for_reader(min(timeout_s, BUSY_WAIT_S), wake_fd)
             return True
         finally:
-            with self._lock:
-                self._waiting -= 1
+            self._leave()
+
+    def _enter(self) -> bool:
+        """A thread is about to wait. False: the reader is closed."""
+        with self._lock:
+            if not self._closed:
+                self._waiting += 1
+            return not self._closed
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._waiting -= 1
+            if self._closed:
                 self._close_if_done()
 
     def _poll_of_thread(self, wake_fd: int) -> select.poll:
@@ -176,6 +185,38 @@ class LinkReader:
             poll.register(wake_fd, select.POLLIN)
             kept = self._local.kept = (wake_fd, poll)
         return kept[1]
+
+    def wait_for(
+        self, link: Link, head: bytes | bytearray, rest_nbytes: int, timeout_s: float, wake_fd: int
+    ) -> bytes | None:
+        """Waits like `wait`, for a frame that begins with `head`: if it is the next one of the link, takes it and returns
+        the `rest_nbytes` bytes behind. None: what `wait` does was done, or the time is up."""
+        if not self._enter():
+            return None
+        try:
+            ready = self._poll_of_thread(wake_fd).poll(min(timeout_s, LONGEST_WAIT_S) * 1000)
+            if not ready or self._closed or (len(ready) == 1 and ready[0][0] == wake_fd):
+                return None
+            rest = self._take_like(link, head, rest_nbytes)
+            if rest is None and not self.read():
+                _wait_for_reader(min(timeout_s, BUSY_WAIT_S), wake_fd)
+            return rest
+        finally:
+            self._leave()
+
+    def _take_like(self, link: Link, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
+        """Reads the link once, if nothing else is to be done. What is behind the frame is delivered."""
+        if not self._reading.acquire(blocking=False):
+            return None
+        try:
+            if self._unfinished or link.has_queued:
+                return None
+            rest = link.receive_like(head, rest_nbytes)
+            if rest is not None and link.has_more:
+                self._serve(link)
+            return rest
+        finally:
+            self._reading.release()
 
     # ── the end ──
 

@@ -117,6 +117,17 @@ class SealedIncoming:
                 self._wake_late()
                 return None
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether something was read that was not taken."""
+        return self._start != self._end or not self._frames.is_empty
+
+    def take_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
+        """See `FrameAssembler.take_like`; a small frame is one record. Raises InvalidFrameError."""
+        if self._frames.is_empty:
+            self._open_next()
+        return self._frames.take_like(head, rest_nbytes)
+
     def _wake_late(self) -> None:
         """Readers wake up when so many bytes have arrived that it is worth the while, if so many are on their way."""
         at_least_to_come = self._frames.missing_nbytes - (self._end - self._start)

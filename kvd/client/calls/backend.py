@@ -159,6 +159,11 @@ class Values(Protocol):
     ) -> Handle:
         """`copy`: the program may write to the value as soon as this returns. `cast`, `view`: as in push and pull."""
 
+    def pushpull_and_wait(
+        self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
+    ) -> Any:
+        """The result of `pushpull`; the program writes to the value only when this has returned."""
+
 
 class Tables(Protocol):
     """Keys of which a call names rows. `Values` makes them, and pushes to them."""

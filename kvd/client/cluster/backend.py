@@ -120,6 +120,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
             config.check_bound,
             compression,
             tables,
+            engine.express_way(bound, settings.slice_bytes),
         ),
         tables=tables,
         assignments=assignments,

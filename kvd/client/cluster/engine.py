@@ -22,6 +22,8 @@ from kvd.client.calls import checks
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
+from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.express import ExpressWay
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
@@ -157,6 +159,33 @@ class Engine:
                 raise
             self._loop.call_soon_threadsafe(self._coroutines.start, coroutine, promise)
         return promise
+
+    def express_way(self, bound: BoundKeys, slice_bytes: int) -> ExpressWay:
+        """The shortest way of calls on small values.
+
+        Args:
+            bound: the keys whose arrays are the store's.
+            slice_bytes: the size of the slices in this cluster.
+        """
+        return ExpressWay(
+            self.machine,
+            self._driver,
+            self.transport,
+            self._waiter,
+            self._calls,
+            self._users,
+            bound,
+            self.submit,
+            self.take_back,
+            slice_bytes=slice_bytes,
+            answer_s=self.config.request_timeout_s,
+            round_s=self.config.round_timeout_s,
+        )
+
+    @property
+    def is_well(self) -> bool:
+        """Whether calls can be made: it was not stopped, has not failed, and this is not a child process."""
+        return self._failure is None and not self._closed and self._pid == os.getpid()
 
     def wait(self, promise: Promise, timeout_s: float | None) -> None:
         """Reads the links to the servers of this host until the call ends or the time is up. Returns early if there

@@ -30,6 +30,10 @@ class OpenCalls:
         self._promises[number] = promise
         return number
 
+    def forget(self, number: int) -> None:
+        """The call has not become one of the machine, or has ended without it."""
+        self._promises.pop(number, None)
+
     def end(self, complete: Complete) -> bool:
         """Ends the call as the machine says. False if it has ended before."""
         promise = self._promises.pop(complete.call, None)

@@ -144,6 +144,11 @@ class LocalValues:
     def _read_cast(self, keys: KeyList, outs: CastOuts) -> Any:
         return outs.fill([self._keys.entry(name).value_as_array() for name in keys.names])
 
+    def pushpull_and_wait(
+        self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
+    ) -> Any:
+        return self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+
     def pushpull(
         self,
         key: Any,

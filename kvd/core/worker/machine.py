@@ -44,6 +44,7 @@ from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
 from kvd.core.worker.deletions import Deletions
+from kvd.core.worker.express import Express
 from kvd.core.worker.init_calls import InitCalls
 from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_making import KeyMaking
@@ -139,6 +140,8 @@ class WorkerMachine:
         self._lane = Lane(
             stillness, view, servers, keys, plans, outbox, asker, steps, self._waits, emit, is_on=settings.lanes
         )
+        self.express = Express(self._lane, view, asker, steps, self._waits)
+        """The way of one small call that the shell makes again and again."""
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions, self._lane)
         barriers = BarrierCalls(asker, calls)
         returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
@@ -225,6 +228,7 @@ class WorkerMachine:
     def _take_general_way(self, event: Event, now: float) -> None:
         effects = self._effects
         self._lane.others_due_at = None
+        self._lane.generation += 1
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, LocalCall):
