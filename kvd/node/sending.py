@@ -26,6 +26,7 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import Transport
+from kvd.transport.leases import payload_nbytes
 
 STATUS_PAUSE = 10  # times what it took to make a report, until another one is made
 QUICK_REPORT_S = 0.005  # reports that take less are made each time
@@ -56,7 +57,7 @@ class MessageSender:
         """Sends a message of this run, whose view has this epoch. One that cannot be encoded is refused to this node's
         own machine, whose call fails now instead of at its deadline."""
         payload = effect.payload
-        if payload and sum([span.nbytes for span in payload]) > MAX_PAYLOAD_BYTES:
+        if payload and payload_nbytes(payload) > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
             self.send(
                 Send(effect.peer, Refused(getattr(effect.message, "request", 0), ErrorCode.NOT_ALLOWED, text)),

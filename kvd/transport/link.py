@@ -27,6 +27,7 @@ from kvd.transport.frames import (
     MAX_HEADER_BYTES,
     MAX_RELEASED,
     MESSAGE,
+    PREFIX,
     REFERENCE,
     RELEASE,
     SEGMENT,
@@ -196,7 +197,9 @@ class Link:
         nbytes = payload_nbytes(payload)
         if nbytes > INLINE_BELOW_BYTES:
             return self._send_large(header, payload, nbytes)
-        pieces = padded(pieces_of(payload))
+        pieces: Sequence[bytes | memoryview] = pieces_of(payload)
+        if len(pieces) > 1:
+            pieces = padded(pieces)
         with self._lock:
             return self._push_frame(INLINE, header, pieces, nbytes)
 
@@ -294,7 +297,7 @@ class Link:
             gone = self._remote.take_released(MAX_RELEASED)
             prefix = prefix_of(kind, len(gone), len(header), nbytes, segment, offset) + pack_numbers(gone)
         else:
-            prefix = prefix_of(kind, 0, len(header), nbytes, segment, offset)
+            prefix = PREFIX.pack(kind, 0, 0, len(header), nbytes, segment, offset)
         return self._push(b"".join((prefix, header, *pieces)), descriptor, nbytes > 0 and not pieces, waits)
 
     def _push(

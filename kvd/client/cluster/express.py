@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,23 @@ from kvd.transport.link import Link
 MOST_PREPARED = 1024  # keys; one more, and all are prepared again
 HEADER_AT = PREFIX.size
 PAYLOAD_AT = HEADER_AT + PUSH_NBYTES
+
+
+class Single(NamedTuple):
+    """A call on one key with arrays of NumPy."""
+
+    name: str
+    value: Array
+    out: Array
+
+
+def single_of(key: Any, value: Any, out: Any) -> Single | None:
+    """The call as one on a single key, if it is one: as `pushpull("w", value)` or `pushpull(["w"], [value])`."""
+    if type(key) is list and type(value) is list and type(out) is list and len(key) == len(value) == len(out) == 1:
+        key, value, out = key[0], value[0], out[0]
+    if type(key) is str and type(value) is np.ndarray and type(out) is np.ndarray:
+        return Single(key, value, out)
+    return None
 
 
 class Trip:
@@ -115,13 +132,11 @@ class PreparedCall:
         self.rest_nbytes = VALUES_TAIL_NBYTES + value.nbytes
         self._dtype, self._shape = value.dtype, value.shape
 
-    def fits(self, value: Any, out: Any) -> bool:
+    def fits(self, value: Array, out: Array) -> bool:
         """Whether these are arrays of the dtype and shape of the key, in memory that the general way could use."""
         dtype, shape = self._dtype, self._shape
         return (
-            type(value) is np.ndarray
-            and type(out) is np.ndarray
-            and value.dtype == dtype
+            value.dtype == dtype
             and out.dtype == dtype
             and value.shape == shape
             and out.shape == shape
@@ -174,7 +189,7 @@ class ExpressWay:
 
     # ── which calls go this way ──
 
-    def find(self, name: str, value: Any, out: Any) -> PreparedCall | None:
+    def find(self, name: str, value: Array, out: Array) -> PreparedCall | None:
         """The call, if it may go the express way."""
         call = self._prepared.get(name)
         if call is None or not call.fits(value, out) or self._bound.has(name):

@@ -23,7 +23,7 @@ from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.express import ExpressWay, PreparedCall
+from kvd.client.cluster.express import ExpressWay, PreparedCall, single_of
 from kvd.client.cluster.held_versions import HeldVersions
 from kvd.client.cluster.new_values import NewValues
 from kvd.client.cluster.plain_calls import PlainCall, PlainCalls
@@ -260,33 +260,30 @@ class ClusterValues:
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
     ) -> Any:
-        is_repeatable = (
-            type(key) is str
-            and type(priority) is type(samples) is int
-            and priority == 0
-            and samples == 1
-            and not (cast or view)
-            and self._compression.current is None
-        )
-        if is_repeatable:
-            goal = value if out is None else out
-            call = self._express.find(key, value, goal)
-            if call is not None and self._engine.is_well:
-                return self._pushpull_express(call, key, value, goal)
+        single = None
+        if type(priority) is type(samples) is int and priority == 0 and samples == 1 and not (cast or view):
+            single = single_of(key, value, value if out is None else out)
+        if single is not None and self._compression.current is None:
+            prepared = self._express.find(*single)
+            if prepared is not None and self._engine.is_well:
+                self._pushpull_express(prepared, *single)
+                return single.out if type(key) is str else [single.out]
         result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
-        if is_repeatable and type(value) is np.ndarray:
-            self._express.prepare(key, value)
+        if single is not None and self._compression.current is None:
+            self._express.prepare(single.name, single.value)
         return result
 
-    def _pushpull_express(self, call: PreparedCall, key: str, value: Array, out: Array) -> Any:
-        self._arguments.raise_unobserved((key,))
-        if not self._steps.take_pushes((key,)):
-            return self._pull_into(KeyList([key], False), self._arguments.targets(KeyList([key], False), out), out, 0).wait()
-        promise = self._express.run(call, value, out, self._steps.place)
+    def _pushpull_express(self, prepared: PreparedCall, name: str, value: Array, out: Array) -> None:
+        names = (name,)
+        self._arguments.raise_unobserved(names)
+        if not self._steps.take_pushes(names):
+            keys = KeyList([name], False)
+            self._pull_into(keys, self._arguments.targets(keys, out), out, 0).wait()
+            return
+        promise = self._express.run(prepared, value, out, self._steps.place)
         if promise is not None:
-            reclaim = partial(self._engine.take_back, [value])
-            self._watched((key,), Handle(promise, what="pushpull", drive=self._engine.wait, reclaim=reclaim)).wait()
-        return out
+            handle = Handle(promise, what="pushpull", drive=self._engine.wait)
+            self._watched(names, handle).wait()
 
     def _pushpull_plain(self, call: PlainCall, out: Any) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""

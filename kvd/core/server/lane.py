@@ -13,7 +13,7 @@ A push that it does not take goes the general way as it came: nothing was change
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvd.core.machine import Contribution, Peer, Received, Span
 from kvd.core.server.attachments import Attachments
@@ -86,10 +86,15 @@ class PushLane:
         self._usual: dict[tuple[int, int], Usual] = {}  # by sender and number of the batch
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
-        usual = self._usual.get((event.sender, push.batch))
-        if usual is None or not self._take(usual, event, push):
+        if not self.take(event):
             self._general(event, push)
             self._remember(event, push)
+
+    def take(self, event: Received) -> bool:
+        """Takes a push of a batch by the lane, if it may. False: nothing was done."""
+        push: Any = event.message
+        usual = self._usual.get((event.sender, push.batch))
+        return usual is not None and self._take(usual, event, push)
 
     def forget(self) -> None:
         """Something has come that may change what is remembered."""

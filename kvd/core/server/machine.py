@@ -205,7 +205,7 @@ class ServerMachine:
             use,
             small_push_bytes=settings.small_push_bytes,
         )
-        lane = PushLane(
+        self._lane = lane = PushLane(
             effects,
             attachments,
             batches,
@@ -390,6 +390,19 @@ class ServerMachine:
             self._effects.extend(self._session.tick(now))
         if replication.is_on:
             self._effects.extend(replication.tick(now))
+        return self._effects.take()
+
+    def take_shortly(self, event: Received | JobDone) -> list[Effect] | None:
+        """A step for a push that the lane takes, or for the end of a job, while no part has to do with time: it changes
+        no deadline. None: nothing was done, and the event is for `step`."""
+        readings, captures, late, replication = self._timed
+        if readings.is_on or captures.is_on or late.is_on or replication.is_on:
+            return None
+        if type(event) is JobDone:
+            self._effects.end_job(event)
+            self._deletions.advance()
+        elif not self._lane.take(event):
+            return None
         return self._effects.take()
 
     def next_deadline(self) -> float | None:

@@ -52,6 +52,18 @@ class Pending:
         """It is about several slices, each of which goes its own way."""
         return len(self.versions) > 1
 
+    @property
+    def is_simple(self) -> bool:
+        """It is open, counts, waits for one group, wants all of it as it is, and was asked once."""
+        return (
+            not self.closed
+            and self.remaining == len(self.versions) == 1
+            and self.counts
+            and self.row_ids is None
+            and not self.takes
+            and self.asked_first is None
+        )
+
     def peers(self) -> list[Peer]:
         """Where the answer goes."""
         return [self.peer] if self.asked_first in (None, self.peer) else [self.asked_first, self.peer]

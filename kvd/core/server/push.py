@@ -253,13 +253,13 @@ class Pushes:
         optimizer = group.optimizer_for(record.number)
         merge = group.merge or self._view.settings.merge or "sum"
         coding, assign = None, record.assign
-        if optimizer is None and self._view.is_sync and not assign:
+        if optimizer is None and not assign and record.contributions[0].coding is not None and self._view.is_sync:
             coding = merged_coding(group, record, merge)
         use = Use(optimizer, group.generation, coding)  # another one may be set while the job runs
-        if not is_updated(group.dtype):
+        if optimizer is not None and not is_updated(group.dtype):
             optimizer = None
         pulled = None
-        if group.keeps_pulled and not (self._view.is_sync or assign) and optimizer is not None:
+        if optimizer is not None and not (self._view.is_sync or assign) and group.keeps_pulled:
             pulled = group.log.progress_of(record.contributions[0].rank).kept
         keeps_merged = (
             bool(self._records.holders)

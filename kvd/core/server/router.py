@@ -45,6 +45,7 @@ from kvd.protocol.messages import (
     ErrorCode,
     NotYet,
     NotYetReason,
+    PushBatch,
     Refused,
     RunEntry,
     RunPhase,
@@ -99,6 +100,9 @@ class ServerRouter:
         return self._session.view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
+        short = self._take_shortly(event)
+        if short is not None:
+            return short
         self._out = []
         if isinstance(event, Received):
             self._receive(event, now)
@@ -113,6 +117,20 @@ class ServerRouter:
             for run, machine in list(self._machines.items()):
                 self._step(run, machine, event, now)
         return self._out
+
+    def _take_shortly(self, event: Event) -> list[Effect] | None:
+        """What a training repeats goes straight to the machine of its run, see `ServerMachine.take_shortly`."""
+        kind = type(event)
+        if kind is Received:
+            if type(event.message) is not PushBatch or event.principal is not HOLDER:
+                return None
+        elif kind is not JobDone:
+            return None
+        machine = self._machines.get(event.run)
+        effects = None if machine is None else machine.take_shortly(event)
+        if not effects:
+            return effects
+        return [InRun(event.run, machine.epoch, effects)]
 
     def next_deadline(self) -> float | None:
         due = min(self._deadlines.values())

@@ -78,9 +78,23 @@ class Waiters:
     def settle(self, group: FusedGroup) -> None:
         """The group has a new version: what that answers is answered."""
         waiting, group.waiting = group.waiting, []
+        log = group.log
+        version, spans = log.version, None
         for entry in waiting:
-            if not self._settle(group, entry):
+            pending = entry.pending
+            if entry.slice is None and entry.clock == version and log.sync and pending.is_simple:
+                spans = spans or spans_of(log.current, group.nbytes)
+                self._answer_simply(pending, version, spans)
+            elif not self._settle(group, entry):
                 group.waiting.append(entry)
+
+    def _answer_simply(self, pending: Pending, version: int, spans: tuple[Span, ...]) -> None:
+        """What `_settle` and `_answer` do for a request about this version of all of one group, and nothing else."""
+        if pending.pull:
+            self._effects.send(pending.peer, Values(pending.request, (version,)), spans)
+        else:
+            self._effects.send(pending.peer, Done(pending.request))
+        self.pending.close(pending)
 
     def leave_out(self, group: FusedGroup, rank: int) -> None:
         """The pushes of this rank whose rounds are still open do not count in the group: they are answered."""
