@@ -40,11 +40,12 @@ class ServerEffects:
 
     # ── jobs ──
 
-    def start_job(self, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> None:
-        """Emits the job that `make` gives for its number; `done` is called with its end."""
+    def start_job(self, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> int:
+        """Emits the job that `make` gives for its number, and returns that; `done` is called with its end."""
         self._last_job += 1
         self._jobs[self._last_job] = done
         self._effects.append(make(self._last_job))
+        return self._last_job
 
     def end_job(self, event: JobDone) -> None:
         """Calls the `done` of a job that has ended. An unknown job is ignored."""

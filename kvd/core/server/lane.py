@@ -20,6 +20,7 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.captures import Captures
 from kvd.core.server.effects import ServerEffects
+from kvd.core.server.express import ExpressRounds
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.late import LateWorkers
@@ -47,6 +48,7 @@ class PushLane:
     Args:
         general: takes a push the general way.
         advance: goes on with a group that has something new.
+        rounds: where pushes are held.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
         is_on: otherwise it takes no push.
     """
@@ -65,6 +67,7 @@ class PushLane:
         leaving: Collection[int],
         general: Callable[[Received, PushBatch], None],
         advance: Callable[[FusedGroup], None],
+        rounds: ExpressRounds,
         *,
         small_push_bytes: int,
         is_on: bool = True,
@@ -81,20 +84,28 @@ class PushLane:
         self._leaving = leaving
         self._general = general
         self._advance = advance
+        self._rounds = rounds
         self._small_push_bytes = small_push_bytes
         self._is_on = is_on
         self._usual: dict[tuple[int, int], Usual] = {}  # by sender and number of the batch
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
-        if not self.take(event):
+        usual = self._usual.get((event.sender, push.batch))
+        if usual is None or not self._take(usual, event, push):
             self._general(event, push)
             self._remember(event, push)
 
-    def take(self, event: Received) -> bool:
-        """Takes a push of a batch by the lane, if it may. False: nothing was done."""
+    def hold(self, event: Received) -> bool:
+        """Has a push of a batch held for its round, see `kvd.core.server.express`. False: nothing was done."""
         push: Any = event.message
         usual = self._usual.get((event.sender, push.batch))
-        return usual is not None and self._take(usual, event, push)
+        if usual is None or not self._may_take(usual, event, push):
+            return False
+        if not self._rounds.take(usual.group, usual.rank, event, push):
+            return False
+        if push.settled > self._readings.over:
+            self._readings.step_is_over(push.settled)
+        return True
 
     def forget(self) -> None:
         """Something has come that may change what is remembered."""
@@ -121,16 +132,7 @@ class PushLane:
     def _take(self, usual: Usual, event: Received, push: PushBatch) -> bool:
         """Stages the push, and lets it wait for its round. False: nothing was done."""
         group, rank, log = usual.group, usual.rank, usual.group.log
-        if not (
-            event.peer == usual.peer
-            and event.nbytes == group.nbytes
-            and push.how == ADD
-            and not push.probe
-            and push.clock == log.closed + 1
-            and not group.is_gone
-            and self._is_still(group)
-            and self._waiters.pending.may_open(event.peer, event.sender, push.request)
-        ):
+        if not self._may_take(usual, event, push):
             return False
         span = Span(event.payload, 0, event.nbytes)
         given = Contribution(rank, push.clock, span, push.samples, ADD, push.step, push.place)
@@ -144,6 +146,20 @@ class PushLane:
         if event.nbytes > self._small_push_bytes and not pending.closed and log.closed < push.clock:
             self._effects.send(event.peer, Staged(push.request))
         return True
+
+    def _may_take(self, usual: Usual, event: Received, push: PushBatch) -> bool:
+        """Whether this is a push of all of the group to its next round, for which a request may be opened."""
+        group = usual.group
+        return (
+            event.peer == usual.peer
+            and event.nbytes == group.nbytes
+            and push.how == ADD
+            and not push.probe
+            and push.clock == group.log.closed + 1
+            and not group.is_gone
+            and self._is_still(group)
+            and self._waiters.pending.may_open(event.peer, event.sender, push.request)
+        )
 
     def _is_still(self, group: FusedGroup) -> bool:
         """Whether nobody but those who push and pull wants to know of a push, or has a say in it."""

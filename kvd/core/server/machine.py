@@ -36,6 +36,7 @@ from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
+from kvd.core.server.express import ExpressRounds
 from kvd.core.server.giving_up import GivingUp
 from kvd.core.server.handover import Handovers
 from kvd.core.server.held import HeldPartition
@@ -205,6 +206,9 @@ class ServerMachine:
             use,
             small_push_bytes=settings.small_push_bytes,
         )
+        self._express = ExpressRounds(
+            effects, waiters, participants, disputes, pushes, small_push_bytes=settings.small_push_bytes
+        )
         self._lane = lane = PushLane(
             effects,
             attachments,
@@ -218,6 +222,7 @@ class ServerMachine:
             elsewhere.leaving,
             pushes.push_batch,
             pushes.advance,
+            self._express,
             small_push_bytes=settings.small_push_bytes,
             is_on=settings.lanes,
         )
@@ -367,6 +372,8 @@ class ServerMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         readings, captures, late, replication = self._timed
         readings.now = captures.now = now
+        if not self._express.is_idle:
+            self._express.materialize()
         if readings.is_on:
             readings.tick(now)
         if captures.is_on:
@@ -392,16 +399,17 @@ class ServerMachine:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
 
-    def take_shortly(self, event: Received | JobDone) -> list[Effect] | None:
-        """A step for a push that the lane takes, or for the end of a job, while no part has to do with time: it changes
-        no deadline. None: nothing was done, and the event is for `step`."""
+    def fast_step(self, event: Received | JobDone) -> list[Effect] | None:
+        """A step for the push of a batch that is held for its round, or for the job of such a round, see
+        `kvd.core.server.express`. It changes no deadline. None: nothing was done, and the event is for `step`."""
         readings, captures, late, replication = self._timed
         if readings.is_on or captures.is_on or late.is_on or replication.is_on:
             return None
         if type(event) is JobDone:
+            if not self._express.awaits(event.job):
+                return None
             self._effects.end_job(event)
-            self._deletions.advance()
-        elif not self._lane.take(event):
+        elif not self._lane.hold(event):
             return None
         return self._effects.take()
 
@@ -448,6 +456,7 @@ class ServerMachine:
             part.validate()
         self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
+        self._express.validate(self.table.groups.values())
 
     # ── dispatch ──
 

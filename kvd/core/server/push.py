@@ -5,7 +5,7 @@ admit     `_admit_and_wait`: whether it is let in; the table of answers is in `a
 stage     `_stage`: the received frame is the staging buffer (`rounds`)
 wait      `_admit_and_wait`: the push waits for its commit (`waiting`)
 close     `advance`: the round closes when it is complete (`rounds`), one at a time per group
-apply     `_apply`: the shell merges and updates; the machine gets its JobDone
+apply     `apply`: the shell merges and updates; the machine gets its JobDone
 hold      `_hold`: the backup, if there is one, holds the record (`records`)
 commit    `_held`, `_commit`: the round becomes a version
 answer    `_commit`: everyone who waited for it is answered (`waiting`)
@@ -16,8 +16,9 @@ job on the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from kvd.core.machine import (
     Apply,
@@ -64,6 +65,10 @@ from kvd.protocol.messages import (
     Taken,
 )
 from kvd.protocol.specs import padded
+
+
+Applied: TypeAlias = Callable[..., None]
+"""Gets the end of an update: group, record, use, the JobDone, and whether its result is a tuple."""
 
 
 class Pushes:
@@ -243,13 +248,18 @@ class Pushes:
             self._commit(group, unchanged(group))
             record = group.log.close_next(self._participants.awaited)
         if record is not None and self._captures.is_on:
-            self._captures.before_apply(group, record, partial(self._apply, group, record))
+            self._captures.before_apply(group, record, partial(self.apply, group, record))
         elif record is not None:
-            self._apply(group, record)
+            self.apply(group, record)
 
     # ── apply ──
 
-    def _apply(self, group: FusedGroup, record: Record) -> None:
+    def apply(self, group: FusedGroup, record: Record, applied: Applied | None = None) -> int:
+        """Starts the update of a round that is closed, and returns the number of the job.
+
+        Args:
+            applied: gets its end; None: `applied`.
+        """
         optimizer = group.optimizer_for(record.number)
         merge = group.merge or self._view.settings.merge or "sum"
         coding, assign = None, record.assign
@@ -266,7 +276,7 @@ class Pushes:
             and (group.is_of_table or ((optimizer is not None or coding is not None) and not assign))
             and self._records.is_held(group.partition)
         )
-        self._effects.start_job(
+        return self._effects.start_job(
             lambda job: Apply(
                 job,
                 group.number,
@@ -282,10 +292,11 @@ class Pushes:
                 pulled=pulled,
                 encoding=None if coding is None else Encoding(coding, record.number),
             ),
-            partial(self._applied, group, record, use, is_tuple=keeps_merged or coding is not None),
+            partial(applied or self.applied, group, record, use, is_tuple=keeps_merged or coding is not None),
         )
 
-    def _applied(self, group: FusedGroup, record: Record, use: Use, done: JobDone, *, is_tuple: bool) -> None:
+    def applied(self, group: FusedGroup, record: Record, use: Use, done: JobDone, *, is_tuple: bool) -> None:
+        """The job has ended: the round becomes a version, or counts for nobody."""
         if group.is_gone:  # another server leads it: what was made here counts for nobody
             group.log.give_up()
             return

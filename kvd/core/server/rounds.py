@@ -175,16 +175,20 @@ class SliceLog:
     def stage_next(self, contribution: Contribution, push: PushRequest) -> bool:
         """Sync: `stage` for a push to the open round that plainly is its worker's next one. False: nothing was done."""
         clock = contribution.clock
-        progress = self.progress.get(contribution.rank)
-        if progress is None or progress.staged >= clock or self.mixes(clock, contribution.how):
+        if not self.would_take(contribution.rank, clock, push) or self.mixes(clock, contribution.how):
+            return False
+        self.stage(contribution, push)
+        return True
+
+    def would_take(self, rank: int, clock: int, push: PushRequest) -> bool:
+        """Sync: whether a push to the open round plainly is its worker's next one."""
+        progress = self.progress.get(rank)
+        if progress is None or progress.staged >= clock:
             return False
         last, told = progress.last_request, progress.last_refusal
         if last is None or last.sender != push.sender or last.number >= push.number:
             return False
-        if told is not None and told.push.number >= push.number:
-            return False
-        self.stage(contribution, push)
-        return True
+        return told is None or told.push.number < push.number
 
     def drop_unclosed(self, rank: int) -> None:
         """A new incarnation has the rank, or the rounds go on without it: what it staged for open rounds is
@@ -291,6 +295,22 @@ class SliceLog:
             if (given.place, given.clock) > self.newest:
                 self.newest = given.place, given.clock
         return self.closing
+
+    def close_whole(self, given: Sequence[tuple[Contribution, PushRequest]]) -> Record:
+        """Sync: `stage` and `close_next` in one, of all contributions to the next round, in the order of ranks. Nothing
+        is staged, and no round is being applied."""
+        self.closed += 1
+        for contribution, push in given:
+            rank, clock, place = contribution.rank, contribution.clock, contribution.place
+            progress = self.progress[rank]
+            progress.staged, progress.last_request = clock, push
+            if place != progress.place or not progress.trained:
+                progress.come_to(place, clock, is_contribution=True)
+            if (place, clock) > self.newest:
+                self.newest = place, clock
+        record = self.closing = Record(self.closed, tuple([contribution for contribution, _ in given]))
+        self._staging.nbytes += nbytes_of(record.contributions)
+        return record
 
     def close_empty(self) -> Record:
         """Closes a round without a contribution, as the leader has done: nobody owed it one."""
@@ -428,6 +448,11 @@ class SliceLog:
         if self.step <= step:
             return self.version
         return self.version - 1 if self.previous is not None and self.previous_step <= step else None
+
+    @property
+    def has_staged(self) -> bool:
+        """Sync: whether anything is staged."""
+        return bool(self._staging.rounds)
 
     @property
     def staged_nbytes(self) -> int:

@@ -100,7 +100,7 @@ class ServerRouter:
         return self._session.view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        short = self._take_shortly(event)
+        short = self._fast_step(event)
         if short is not None:
             return short
         self._out = []
@@ -118,8 +118,8 @@ class ServerRouter:
                 self._step(run, machine, event, now)
         return self._out
 
-    def _take_shortly(self, event: Event) -> list[Effect] | None:
-        """What a training repeats goes straight to the machine of its run, see `ServerMachine.take_shortly`."""
+    def _fast_step(self, event: Event) -> list[Effect] | None:
+        """What a training repeats goes straight to the machine of its run, see `ServerMachine.fast_step`."""
         kind = type(event)
         if kind is Received:
             if type(event.message) is not PushBatch or event.principal is not HOLDER:
@@ -127,7 +127,7 @@ class ServerRouter:
         elif kind is not JobDone:
             return None
         machine = self._machines.get(event.run)
-        effects = None if machine is None else machine.take_shortly(event)
+        effects = None if machine is None else machine.fast_step(event)
         if not effects:
             return effects
         return [InRun(event.run, machine.epoch, effects)]
