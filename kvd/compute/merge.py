@@ -197,6 +197,14 @@ def plan_merged(contributions: Sequence[Array], like: Array) -> MergePlan:
     return MergePlan(tuple(contributions), wide, wide)
 
 
+def add_up(contributions: Sequence[Array], out: Array) -> None:
+    """The merge ``"sum"`` of few elements whose dtype is its own accumulator, of which nothing is checked: two
+    contributions or more, of the dtype and length of ``out``."""
+    np.add(contributions[0], contributions[1], out=out)
+    for contribution in contributions[2:]:
+        np.add(out, contribution, out=out)
+
+
 def merge_tile(plan: MergePlan, part: slice, accumulator: Array, scratch: Array) -> None:
     """Calculate one tile of a merge.
 

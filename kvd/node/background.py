@@ -56,13 +56,13 @@ class Background:
 
     def run_job(self, job: Job, run: int) -> None:
         """Runs a job of this run."""
-        runner = self._runner(run)
+        runner = self._runners.get(run) or self._runner(run)
         if self._holding is not None and not (type(job) is ReadRows and job.ids.nbytes <= FEW_IDS_NBYTES):
             self._holding.pass_on()
         if self._executor is None or not isinstance(job, Run):
-            self._stepper.queue(runner.run(job)._replace(run=run))
+            self._stepper.queue(runner.run(job, run))
             return
-        future = asyncio.get_running_loop().run_in_executor(self._executor, runner.run, job)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, runner.run, job, run)
         future.add_done_callback(lambda done: self._job_done(job, run, done))
 
     def save_record(self, effect: Persist) -> None:
@@ -88,7 +88,7 @@ class Background:
             return
         error = done.exception()
         if error is None:
-            self._stepper.feed(done.result()._replace(run=run))
+            self._stepper.feed(done.result())
         else:  # not an Exception: the command tried to end the process
             refused = NotAllowed(f"it raised {type(error).__name__}({error})")
             self._stepper.feed(JobDone(job.job, None, refused, run))

@@ -11,7 +11,7 @@ import numpy as np
 from kvd.compression import from_wire
 from kvd.compute.codecs import add_left_over, codec_of, encode_merged
 from kvd.compute.delays import compensated
-from kvd.compute.merge import EVERYTHING, MergePlan, accumulator_dtype, merge, merge_tile
+from kvd.compute.merge import accumulator_dtype, add_up, is_half, merge
 from kvd.compute.optimizers import SliceState, apply_update
 from kvd.compute.quiet import quietly
 from kvd.compute.tensors import named_dtype
@@ -41,6 +41,7 @@ from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.decoding import CodedSlice
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.node.table_parts import TableParts
+from kvd.protocol.messages import NO_RUN
 from kvd.protocol.specs import padded, state_of_table_text
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -150,14 +151,14 @@ class JobRunner:
         self._allocate = allocate or _private_memory
         self._tables = TableParts(self._allocate, view)
 
-    def run(self, job: Job) -> JobDone:
-        """Run the job. An error comes back as the error of the JobDone."""
+    def run(self, job: Job, run: int = NO_RUN) -> JobDone:
+        """Run a job of this run. An error comes back as the error of the JobDone."""
         try:
-            return JobDone(job.job, self._result(job))
+            return JobDone(job.job, self._result(job), None, run)
         except KvdError as error:
-            return JobDone(job.job, None, error)
+            return JobDone(job.job, None, error, run)
         except Exception as error:  # noqa: BLE001  custom optimizers and commands may raise anything
-            return JobDone(job.job, None, NotAllowed(f"{type(error).__name__}: {error}"))
+            return JobDone(job.job, None, NotAllowed(f"{type(error).__name__}: {error}"), run)
 
     @property
     def slices(self) -> set[tuple[str, int]]:
@@ -251,24 +252,24 @@ class JobRunner:
         return made, Span(merged, 0, merged.nbytes)
 
     def _added(self, job: Apply, dtype: np.dtype[Any]) -> Array | None:
-        """The next version of one slice, if it is a plain sum of few numbers, of which nothing need be checked: what
-        `_update` would write, without what it looks at. None: nothing was done."""
+        """The next version of one slice, if it is a plain sum of few numbers of which nothing need be checked: what
+        `_update` would write. None: nothing was done."""
+        nbytes, contributions = job.nbytes, job.contributions
         if job.assign or job.keeps_merged or job.is_merged or job.encoding is not None or job.merge != "sum":
             return None
-        if not 0 < job.nbytes <= MOST_ADDED_BYTES or accumulator_dtype(dtype) is not dtype:
+        if len(contributions) < 2 or not 0 < nbytes <= MOST_ADDED_BYTES or is_half(dtype):
             return None
-        ((_, _, state, _),) = self._states.of_group(job.group, job.layout, dtype.itemsize)
+        state = self._states.of_group(job.group, job.layout, dtype.itemsize)[0].state
         if state.residual is not None or state.master is not None:
             return None
         given = []
-        for contribution in job.contributions:
+        for contribution in contributions:
             span = contribution.span
-            if span is None or span.nbytes != job.nbytes or isinstance(span.buffer, CodedSlice):
+            if span is None or span.nbytes != nbytes or type(span.buffer) is CodedSlice:
                 return None
-            given.append(view(span, dtype))
-        made = self._allocate(job.nbytes)
-        out = made.view(dtype)
-        quietly(merge_tile, MergePlan(tuple(given), dtype, dtype), EVERYTHING, out, out)
+            given.append(np.frombuffer(span.buffer, dtype, nbytes // dtype.itemsize, span.offset))
+        made = self._allocate(nbytes)
+        quietly(add_up, given, made.view(dtype))
         return made
 
     def _encoded(

@@ -12,7 +12,8 @@ from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode
-from kvd.protocol.messages import ErrorCode, Refused
+from kvd.protocol.fixed import PUSH_NBYTES, read_push
+from kvd.protocol.messages import ErrorCode, PushBatch, Refused
 
 LOG_INTERVAL_S = 10.0
 
@@ -31,15 +32,16 @@ class MessageReceiver:
     def receive(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal = HOLDER) -> None:
         """Gives the machine one message. `payload` keeps its memory alive and is not written to."""
         try:
-            decoded = decode(header)
+            decoded = (read_push(header) if len(header) == PUSH_NBYTES else None) or decode(header)
         except ProtocolError as error:
             self.reject(peer, str(error))
             return
-        message = decoded.message
+        sender, epoch, message, run = decoded
+        if type(message) is PushBatch and payload is not None:
+            self._stepper.feed(Received(peer, sender, epoch, message, payload, len(payload), run, principal))
+            return
         values, nbytes, fault = arrived(message, payload)
-        self._stepper.feed(
-            Received(peer, decoded.sender, decoded.epoch, message, values, nbytes, decoded.run, principal, fault)
-        )
+        self._stepper.feed(Received(peer, sender, epoch, message, values, nbytes, run, principal, fault))
 
     def reject(self, peer: Peer, text: str) -> None:
         """Answers frames that are not a message with the reason, and logs them once per `LOG_INTERVAL_S`."""

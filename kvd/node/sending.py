@@ -57,7 +57,7 @@ class MessageSender:
         """Sends a message of this run, whose view has this epoch. One that cannot be encoded is refused to this node's
         own machine, whose call fails now instead of at its deadline."""
         payload = effect.payload
-        if payload and payload_nbytes(payload) > MAX_PAYLOAD_BYTES:
+        if payload and (payload[0].nbytes if len(payload) == 1 else payload_nbytes(payload)) > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
             self.send(
                 Send(effect.peer, Refused(getattr(effect.message, "request", 0), ErrorCode.NOT_ALLOWED, text)),

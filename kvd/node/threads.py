@@ -86,6 +86,7 @@ class Stepper:
         self.now: Callable[[], float] = time.monotonic
         """The clock of the machine, in seconds: the loop's, once it has started."""
         self._machine = machine
+        self._fast_step: Callable[[Event], list[Effect] | None] | None = getattr(machine, "fast_step", None)
         self._holding = holding
         self._actions: Mapping[type[Any], Callable[[Any], None]] = {}
         self._events: deque[Event] = deque()
@@ -120,8 +121,26 @@ class Stepper:
     def feed(self, happened: Event) -> None:
         """Gives the machine an event and carries out its effects, unless another thread is stepping: then that thread
         does both."""
-        self._events.append(happened)
-        self._pump()
+        if self._fast_step is None or self._events or self._deferred or not self._takes_fast_step(happened):
+            self._events.append(happened)
+        if self._events:
+            self._pump()
+
+    def _takes_fast_step(self, happened: Event) -> bool:
+        """On the loop, with nothing else to do: whether the machine has taken the event by a fast step."""
+        assert self._fast_step is not None
+        if threading.get_ident() != self._loop_thread or not self._stepping.acquire(blocking=False):
+            return False
+        try:
+            effects = None if self._stopped or self._events else self._fast_step(happened)
+            if effects:
+                self._carry_out(effects)
+        except Exception as error:  # noqa: BLE001  see `_step`
+            self._report_failed_step(happened, error)
+            return True
+        finally:
+            self._stepping.release()
+        return effects is not None
 
     def enter(self) -> bool:
         """Keeps others from stepping the machine until `leave`, which must come soon. False: another thread is stepping

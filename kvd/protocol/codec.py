@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import fields, replace
 from enum import Enum
 from operator import attrgetter
@@ -70,17 +69,21 @@ def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> by
     Raises ProtocolError if it is longer than MAX_HEADER_BYTES.
     """
     kind = type(message)
-    if kind in _FIXED:
-        with suppress(struct.error):  # a number that is out of range; below it is said better
-            header = _FIXED[kind](message, sender, epoch, run)
-            if header is not None:
-                return header
+    fixed = _FIXED.get(kind)
+    if fixed is not None:
+        try:
+            header = fixed(message, sender, epoch, run)
+        except struct.error:  # a number is out of range, of which msgpack says more
+            header = None
+        if header is not None:
+            return header
     if isinstance(message, Refused):
         message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
     elif isinstance(message, NotYet):
         message = replace(message, text=_shortened(message.text))
     body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], run, *_FIELDS[kind.KIND](message)]
     header = msgpack.packb(body, default=_plain_form)
+    assert header is not None
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     return header

@@ -182,6 +182,9 @@ class HostTransport:
             queued = self._wait(peer, header, payload)
             if queued is not None:
                 return queued
+        link = self._links.get(peer)
+        if link is not None and link.send(header, payload):
+            return True
         return self._send_now(peer, header, payload)
 
     def send_with_path(self, peer: Peer, header: HeaderOfPath, payload: Sequence[Span]) -> bool:

@@ -194,7 +194,7 @@ class Link:
             if sent and holding.is_on:
                 holding.held(self)
             return sent
-        nbytes = payload_nbytes(payload)
+        nbytes = payload[0].nbytes if len(payload) == 1 else payload_nbytes(payload)
         if nbytes > INLINE_BELOW_BYTES:
             return self._send_large(header, payload, nbytes)
         pieces: Sequence[bytes | memoryview] = pieces_of(payload)

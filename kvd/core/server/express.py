@@ -79,6 +79,7 @@ class ExpressRounds:
         self._pushes = pushes
         self._small_push_bytes = small_push_bytes
         self._rounds: dict[int, _Round] = {}  # by the number of the group
+        self._jobs: set[int] = set()  # that apply them
 
     @property
     def is_idle(self) -> bool:
@@ -87,7 +88,7 @@ class ExpressRounds:
 
     def awaits(self, job: int) -> bool:
         """Whether this job applies a round of the express way."""
-        return any(round_.job == job for round_ in self._rounds.values())
+        return job in self._jobs
 
     # ── pushes ──
 
@@ -134,6 +135,7 @@ class ExpressRounds:
             given.append((contribution, PushRequest(event.sender, push.request)))
         record = round_.group.log.close_whole(given)
         round_.job = self._pushes.apply(round_.group, record, self._applied)
+        self._jobs.add(round_.job)
 
     # ── the end of a round ──
 
@@ -145,6 +147,7 @@ class ExpressRounds:
             self._pushes.applied(group, record, use, done, is_tuple=is_tuple)
             return
         del self._rounds[group.number]
+        self._jobs.discard(done.job)
         group.commit(done.result)
         version, spans = group.log.version, (Span(done.result, 0, group.nbytes),)
         for _, event, push in round_.held.values():
@@ -158,6 +161,7 @@ class ExpressRounds:
     def materialize(self) -> None:
         """What is held goes the general way."""
         rounds, self._rounds = self._rounds, {}
+        self._jobs.clear()
         for round_ in rounds.values():
             for rank, event, push in round_.held.values():
                 if round_.job:

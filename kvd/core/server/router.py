@@ -100,9 +100,9 @@ class ServerRouter:
         return self._session.view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        short = self._fast_step(event)
-        if short is not None:
-            return short
+        fast = self.fast_step(event)
+        if fast is not None:
+            return fast
         self._out = []
         if isinstance(event, Received):
             self._receive(event, now)
@@ -118,8 +118,9 @@ class ServerRouter:
                 self._step(run, machine, event, now)
         return self._out
 
-    def _fast_step(self, event: Event) -> list[Effect] | None:
-        """What a training repeats goes straight to the machine of its run, see `ServerMachine.fast_step`."""
+    def fast_step(self, event: Event) -> list[Effect] | None:
+        """What a training repeats goes straight to the machine of its run, see `ServerMachine.fast_step`. None: nothing
+        was done, and the event is for `step`."""
         kind = type(event)
         if kind is Received:
             if type(event.message) is not PushBatch or event.principal is not HOLDER:
