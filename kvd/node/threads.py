@@ -127,19 +127,31 @@ class Stepper:
             self._pump()
 
     def _takes_fast_step(self, happened: Event) -> bool:
-        """On the loop, with nothing else to do: whether the machine has taken the event by a fast step."""
-        assert self._fast_step is not None
+        """On the loop, with nothing else to do: whether the machine has taken the event by a fast step. It takes the
+        ends of the jobs in the same way that this causes."""
         if threading.get_ident() != self._loop_thread or not self._stepping.acquire(blocking=False):
             return False
         try:
-            effects = None if self._stopped or self._events else self._fast_step(happened)
-            if effects:
-                self._carry_out(effects)
-        except Exception as error:  # noqa: BLE001  see `_step`
-            self._report_failed_step(happened, error)
+            if self._stopped or self._events or not self._step_fast(happened):
+                return False
+            while self._events:
+                happened = self._events.popleft()
+                if not self._step_fast(happened):
+                    self._events.appendleft(happened)
+                    break
             return True
         finally:
             self._stepping.release()
+
+    def _step_fast(self, happened: Event) -> bool:
+        assert self._fast_step is not None
+        try:
+            effects = self._fast_step(happened)
+        except Exception as error:  # noqa: BLE001  see `_step`
+            self._report_failed_step(happened, error)
+            return True
+        if effects:
+            self._carry_out(effects)
         return effects is not None
 
     def enter(self) -> bool:

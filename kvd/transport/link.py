@@ -129,7 +129,7 @@ class Link:
     @property
     def has_queued(self) -> bool:
         """Whether frames wait for room in the socket."""
-        return not self._out.is_empty
+        return self._out.waits
 
     @property
     def has_more(self) -> bool:
@@ -180,7 +180,7 @@ class Link:
             self._remote.drop()
 
     def _drop_if_flushed(self) -> None:
-        if not self.is_up and self._out.is_empty:
+        if not self.is_up and not self._out.waits:
             self._remote.drop()
 
     # ── sending ──
@@ -208,10 +208,10 @@ class Link:
         message goes by `send`: the link is down, frames wait before this one, or releases have to go along."""
         with self._lock:
             out = self._out
-            if not self.is_up or not out.is_empty or out.has_held or self._remote.has_gone():
+            if not self.is_up or out.waits or out.has_held or self._remote.has_gone():
                 return False
             sent = self._push(frame)
-            if not out.is_empty:
+            if out.waits:
                 out.copy_queued()
             return sent
 

@@ -101,12 +101,17 @@ class LinkReader:
 
     def _read_ready(self) -> bool:
         """Reads each link once that has something to read. False: none has."""
-        ready = {descriptor for descriptor, _ in self.epoll.poll(0)}
-        ready.update(self._unfinished)
-        links = [link for link in map(self._links.get, ready) if link is not None]
-        for link in links:
-            self._serve(link)
-        return bool(links)
+        ready = self.epoll.poll(0)
+        if self._unfinished:
+            seen = {descriptor for descriptor, _ in ready}
+            ready += [(descriptor, 0) for descriptor in self._unfinished if descriptor not in seen]
+        links, is_any = self._links, False
+        for descriptor, _ in ready:
+            link = links.get(descriptor)
+            if link is not None:
+                self._serve(link)
+                is_any = True
+        return is_any
 
     def _serve(self, link: Link) -> None:
         """Reads a link once. The rest of its messages wait for the next turn."""
@@ -118,7 +123,7 @@ class LinkReader:
         finally:
             if more or self._unfinished:
                 self._mark(link, more and not link.has_ended)
-        if not link.is_up or (link.has_unreleased and not self.watches_payloads):
+        if not link.is_up or (not self.watches_payloads and link.has_unreleased):
             self._notice(link)
 
     def _mark(self, link: Link, unfinished: bool) -> None:

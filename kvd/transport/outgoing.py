@@ -59,7 +59,11 @@ class PlainWriter:
 
 
 class Outgoing:
-    """Belongs to the thread that has the link's lock. Raises OSError when the connection is broken."""
+    """Belongs to the thread that has the link's lock. Raises OSError when the connection is broken.
+
+    Attributes:
+        waits: whether bytes wait for room in the socket. Any thread may ask.
+    """
 
     def __init__(self, connection: socket.socket, writer: Writer, epoll: select.epoll) -> None:
         self._socket = connection
@@ -69,16 +73,12 @@ class Outgoing:
         self._queued_bytes = 0
         self._held: list[bytes | memoryview] = []  # goes with the next bytes that are pushed
         self._held_bytes = 0
-        self._waits = False  # for room in the socket
+        self.waits = False
         epoll.register(connection, select.EPOLLIN)
 
     @property
     def is_full(self) -> bool:
         return self._queued_bytes > QUEUE_LIMIT_BYTES
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._waits
 
     @property
     def has_held(self) -> bool:
@@ -101,11 +101,11 @@ class Outgoing:
             else:
                 data = b"".join((*self._held, data))
                 self._drop_held()
-        if not self._waits:
+        if not self.waits:
             sent = self._writer.write(data, descriptor, more)
             if sent == len(data) and not self._writer.has_unsent:
                 return
-            self._waits = True
+            self.waits = True
             self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
             if sent:
                 data, descriptor = memoryview(data)[sent:], None
@@ -128,7 +128,7 @@ class Outgoing:
             if not self._queue:
                 self._writer.flush()
                 if not self._writer.has_unsent:
-                    self._waits = False
+                    self.waits = False
                     self._epoll.modify(self._socket, select.EPOLLIN)
                 return
             data, descriptor = self._queue[0]
@@ -150,8 +150,8 @@ class Outgoing:
         self._drop_held()
         self._queue.clear()
         self._queued_bytes = 0
-        if self._waits:
-            self._waits = False
+        if self.waits:
+            self.waits = False
             with suppress(OSError, ValueError):
                 self._epoll.modify(self._socket, select.EPOLLIN)
 

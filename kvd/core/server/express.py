@@ -121,10 +121,11 @@ class ExpressRounds:
         )
 
     def _is_complete(self, round_: _Round, clock: int) -> bool:
-        held, awaited = round_.held, self._participants.awaited
-        if len(held) == len(awaited):
-            return all(map(held.__contains__, awaited))
-        return not round_.group.log.missing(clock, [rank for rank in awaited if rank not in held])
+        held, log = round_.held, round_.group.log
+        for rank in self._participants.awaited:
+            if rank not in held and not log.is_past(rank, clock):
+                return False
+        return True
 
     def _close(self, round_: _Round) -> None:
         """All pushes are here: the round is closed, and its update begins."""

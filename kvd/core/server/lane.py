@@ -134,6 +134,8 @@ class PushLane:
         group, rank, log = usual.group, usual.rank, usual.group.log
         if not self._may_take(usual, event, push):
             return False
+        if not self._waiters.pending.may_open(event.peer, event.sender, push.request):
+            return False
         span = Span(event.payload, 0, event.nbytes)
         given = Contribution(rank, push.clock, span, push.samples, ADD, push.step, push.place)
         if not log.stage_next(given, PushRequest(event.sender, push.request)):
@@ -148,23 +150,17 @@ class PushLane:
         return True
 
     def _may_take(self, usual: Usual, event: Received, push: PushBatch) -> bool:
-        """Whether this is a push of all of the group to its next round, for which a request may be opened."""
+        """Whether this is a push of all of the group to its next round, and nobody but those who push and pull wants to
+        know of it, or has a say in it."""
         group = usual.group
-        return (
-            event.peer == usual.peer
-            and event.nbytes == group.nbytes
-            and push.how == ADD
-            and not push.probe
-            and push.clock == group.log.closed + 1
-            and not group.is_gone
-            and self._is_still(group)
-            and self._waiters.pending.may_open(event.peer, event.sender, push.request)
-        )
-
-    def _is_still(self, group: FusedGroup) -> bool:
-        """Whether nobody but those who push and pull wants to know of a push, or has a say in it."""
         return not (
-            self._participants.dead
+            event.peer != usual.peer
+            or event.nbytes != group.nbytes
+            or push.how != ADD
+            or push.probe
+            or push.clock != group.log.closed + 1
+            or group.is_gone
+            or self._participants.dead
             or self._captures.is_on
             or self._late.is_on
             or (self._leaving and group.partition in self._leaving)

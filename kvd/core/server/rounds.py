@@ -268,6 +268,10 @@ class SliceLog:
                 missing.append(rank)  # noqa: PERF401  a comprehension is one more call in each push
         return missing
 
+    def is_past(self, rank: int, clock: int) -> bool:
+        """Sync: whether the rank takes part in later rounds only."""
+        return self.progress.get(rank, NO_PROGRESS).staged >= clock
+
     def has_quorum(self, clock: int, quorum: int, required: Iterable[int]) -> bool:
         """Sync: whether so many have contributed to the round of `clock`, or came in after it and wait for it as well.
         A round of assignments waits for all: without rank 0 it would have no value."""
