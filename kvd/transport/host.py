@@ -67,6 +67,12 @@ class HostTransport:
         self._sink = Sink()
         self._budget = MapBudget()
         self._reader = LinkReader(self._notice)
+        self.pause_loop: Callable[[], None] = self._reader.pause_loop
+        """Stops the loop from reading the links until `resume_loop`. The caller reads them with `poll_links`."""
+        self.resume_loop: Callable[[], None] = self._reader.resume_loop
+        """Lets the loop read the links again, including what arrived meanwhile."""
+        self.wait_for: Callable[[Link, bytes | bytearray, int, float, int], bytes | None] = self._reader.wait_for
+        """See `LinkReader.wait_for`."""
         tcp_links = tcp_links if curve is not None else TcpLinks.OFF
         with_tcp = tcp_links is not TcpLinks.OFF
         self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links)
@@ -227,14 +233,6 @@ class HostTransport:
 
     # ── receiving on another thread ──
 
-    def pause_loop(self) -> None:
-        """Stops the loop from reading the links until `resume_loop`. The caller reads them with `poll_links`."""
-        self._reader.pause_loop()
-
-    def resume_loop(self) -> None:
-        """Lets the loop read the links again, including what arrived meanwhile."""
-        self._reader.resume_loop()
-
     def poll_links(self, timeout_s: float, wake_fd: int) -> bool:
         """Waits until a link or `wake_fd` is readable, and delivers the links' messages on this thread.
 
@@ -246,12 +244,6 @@ class HostTransport:
     def link_to(self, peer: Peer) -> Link | None:
         """The link to the peer, if it is up, and no message waits until it is decided whether there is one."""
         return self._links.get(peer) if not self._waiting else None
-
-    def wait_for(
-        self, link: Link, head: bytes | bytearray, rest_nbytes: int, timeout_s: float, wake_fd: int
-    ) -> bytes | None:
-        """See `LinkReader.wait_for`."""
-        return self._reader.wait_for(link, head, rest_nbytes, timeout_s, wake_fd)
 
     # ── links ──
 

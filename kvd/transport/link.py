@@ -81,6 +81,7 @@ class Link:
         is_up: whether messages go both ways.
         has_ended: whether nothing is read any more.
         reason: why the link is not up.
+        has_more: whether frames may have been read that are not delivered yet. Belongs to the thread that reads.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Link:
         self._lock = threading.Lock()  # held while a frame is sent
         self._leases = Leases(arena)
         self._greeted = False
-        self._has_more = False  # the buffer may contain more frames
+        self.has_more = False
         with self._lock:
             self._push_frame(HELLO, segment=VERSION, offset=MAGIC)
 
@@ -130,11 +131,6 @@ class Link:
     def has_queued(self) -> bool:
         """Whether frames wait for room in the socket."""
         return self._out.waits
-
-    @property
-    def has_more(self) -> bool:
-        """Whether frames may have been read that are not delivered yet."""
-        return self._has_more
 
     @property
     def is_sealed(self) -> bool:
@@ -326,14 +322,14 @@ class Link:
 
     def receive(self, limit: int) -> bool:
         """Reads once and delivers at most `limit` frames. True: there are more, which no poll will announce."""
-        if self.has_ended or (not self._has_more and not self._fill()):
+        if self.has_ended or (not self.has_more and not self._fill()):
             return False
-        self._has_more = True  # if a delivery raises, the next call continues after it
+        self.has_more = True  # if a delivery raises, the next call continues after it
         try:
             for _ in range(limit):
                 frame = None if self.has_ended else self._in.take()
                 if frame is None:
-                    self._has_more = False
+                    self.has_more = False
                     break
                 self._handle(frame)
         except InvalidFrameError as error:
@@ -341,17 +337,17 @@ class Link:
             return False
         if self._remote.has_gone():
             self._release_if_due()
-        return self._has_more
+        return self.has_more
 
     def receive_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
         """Reads once, unless frames are left to deliver. If the next frame begins with `head` and has `rest_nbytes` bytes
         more, returns these, and the frame is taken. None: it is another frame, which `receive` delivers."""
-        if self.has_ended or self._has_more or not self._greeted or not self._fill():
+        if self.has_ended or self.has_more or not self._greeted or self._out.waits or not self._fill():
             return None
-        self._has_more = True
+        self.has_more = True
         try:
             rest = self._in.take_like(head, rest_nbytes) if self.is_up else None
-            self._has_more = rest is None or self._in.has_rest
+            self.has_more = rest is None or self._in.has_rest
             return rest
         except InvalidFrameError as error:
             self._end_with_garbage(error)

@@ -202,26 +202,20 @@ class LinkReader:
             ready = self._poll_of_thread(wake_fd).poll(min(timeout_s, LONGEST_WAIT_S) * 1000)
             if not ready or self._closed or (len(ready) == 1 and ready[0][0] == wake_fd):
                 return None
-            rest = self._take_like(link, head, rest_nbytes)
+            rest = None
+            if self._reading.acquire(blocking=False):
+                try:
+                    if not self._unfinished:
+                        rest = link.receive_like(head, rest_nbytes)
+                        if rest is not None and link.has_more:
+                            self._serve(link)  # what is behind the frame is delivered
+                finally:
+                    self._reading.release()
             if rest is None and not self.read():
                 _wait_for_reader(min(timeout_s, BUSY_WAIT_S), wake_fd)
             return rest
         finally:
             self._leave()
-
-    def _take_like(self, link: Link, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
-        """Reads the link once, if nothing else is to be done. What is behind the frame is delivered."""
-        if not self._reading.acquire(blocking=False):
-            return None
-        try:
-            if self._unfinished or link.has_queued:
-                return None
-            rest = link.receive_like(head, rest_nbytes)
-            if rest is not None and link.has_more:
-                self._serve(link)
-            return rest
-        finally:
-            self._reading.release()
 
     # ── the end ──
 

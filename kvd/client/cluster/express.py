@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,20 +47,13 @@ HEADER_AT = PREFIX.size
 PAYLOAD_AT = HEADER_AT + PUSH_NBYTES
 
 
-class Single(NamedTuple):
-    """A call on one key with arrays of NumPy."""
-
-    name: str
-    value: Array
-    out: Array
-
-
-def single_of(key: Any, value: Any, out: Any) -> Single | None:
-    """The call as one on a single key, if it is one: as `pushpull("w", value)` or `pushpull(["w"], [value])`."""
+def single_of(key: Any, value: Any, out: Any) -> tuple[str, Array, Array] | None:
+    """The call as one on a single key with arrays of NumPy, if it is one, such as `pushpull("w", value)` or
+    `pushpull(["w"], [value])`."""
     if type(key) is list and type(value) is list and type(out) is list and len(key) == len(value) == len(out) == 1:
         key, value, out = key[0], value[0], out[0]
     if type(key) is str and type(value) is np.ndarray and type(out) is np.ndarray:
-        return Single(key, value, out)
+        return key, value, out
     return None
 
 
@@ -205,7 +198,7 @@ class ExpressWay:
             return
         try:
             item = Item(name, spec_of(value.dtype, value.shape, self._slice_bytes))
-            repeated = self._machine.express.recognise(item)
+            repeated = self._machine.express.recognise(item, self._round_s, self._answer_s)
         finally:
             stepper.leave(math.inf)
         if repeated is not None:
@@ -251,27 +244,44 @@ class ExpressWay:
         if not stepper.enter():
             return False
         try:
-            numbers = machine.express.begin(repeated, trip.local_call, trip.deadline, self._answer_s, now)
-            if numbers is None:
+            if not machine.express.begin(repeated, trip.local_call, now):
                 return False
-            request, batch, clock, step, settled = numbers
-            session, peer = machine.session, repeated.peer
-            epoch, run = session.view.epoch, session.run
-            call.link = link = self._transport.link_to(peer)
-            if link is not None:
-                put_push(
-                    call.frame, HEADER_AT, self._incarnation, epoch, run, request, batch, clock, step, settled, trip.place
-                )
-                np.copyto(call.payload, value)
-                put_values_head(call.expected, HEADER_AT, peer, epoch, run, request)
-                if link.send_prepared(call.frame):
-                    return True
+            call.link = self._transport.link_to(repeated.peer)
+            if call.link is None or not self._send_frame(call, call.link, value, trip.place):
                 call.link = None
-            message = PushBatch(request, batch, clock, ADD, 1, True, False, step, settled, trip.place)
-            self._driver.sender.send_own(Send(peer, message, repeated.plan.payload_of(trip.transfer().items)))
+                self._send_message(repeated, trip)
             return True
         finally:
             stepper.leave(machine.next_deadline() or math.inf)
+
+    def _send_frame(self, call: PreparedCall, link: Link, value: Array, place: int) -> bool:
+        repeated, session = call.repeated, self._machine.session
+        epoch, run, request = session.view.epoch, session.run, repeated.request
+        # fmt: off
+        put_push(
+            call.frame, HEADER_AT, self._incarnation, epoch, run, request, repeated.plan.batch, repeated.clock,
+            repeated.step, repeated.settled, place,
+        )
+        # fmt: on
+        call.payload[...] = value
+        put_values_head(call.expected, HEADER_AT, repeated.peer, epoch, run, request)
+        return link.send_prepared(call.frame)
+
+    def _send_message(self, repeated: Repeated, trip: Trip) -> None:
+        """Sends what the frame would have brought in another way."""
+        message = PushBatch(
+            repeated.request,
+            repeated.plan.batch,
+            repeated.clock,
+            ADD,
+            1,
+            True,
+            step=repeated.step,
+            settled=repeated.settled,
+            place=trip.place,
+        )
+        payload = repeated.plan.payload_of(trip.transfer().items)
+        self._driver.sender.send_own(Send(repeated.peer, message, payload))
 
     def _take(self, call: PreparedCall, trip: Trip, rest: bytes, out: Array) -> bool:
         """Takes the answer in, as it was expected. False: the call has become an ordinary one, which it answers."""
@@ -282,8 +292,7 @@ class ExpressWay:
             finally:
                 stepper.leave(math.inf)
             if is_over:
-                values = np.frombuffer(rest, out.dtype, out.size, VALUES_TAIL_NBYTES)
-                np.copyto(out, values.reshape(out.shape))
+                out[...] = np.frombuffer(rest, out.dtype, out.size, VALUES_TAIL_NBYTES).reshape(out.shape)
                 self._calls.forget(trip.number)
                 return True
         header = bytes(call.expected[HEADER_AT:]) + rest[:VALUES_TAIL_NBYTES]

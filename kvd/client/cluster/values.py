@@ -267,16 +267,16 @@ class ClusterValues:
             prepared = self._express.find(*single)
             if prepared is not None and self._engine.is_well:
                 self._pushpull_express(prepared, *single)
-                return single.out if type(key) is str else [single.out]
+                return single[2] if type(key) is str else [single[2]]
         result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
         if single is not None and self._compression.current is None:
-            self._express.prepare(single.name, single.value)
+            self._express.prepare(*single[:2])
         return result
 
     def _pushpull_express(self, prepared: PreparedCall, name: str, value: Array, out: Array) -> None:
         names = (name,)
         self._arguments.raise_unobserved(names)
-        if not self._steps.take_pushes(names):
+        if not self._steps.take_pushes(names):  # a step that is made again has pushed it before
             keys = KeyList([name], False)
             self._pull_into(keys, self._arguments.targets(keys, out), out, 0).wait()
             return

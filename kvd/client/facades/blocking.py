@@ -209,7 +209,7 @@ class KVStore(StoreProperties, KVStoreBase):
 
         With `copy=False` the result is a new array as `pull` gives it, of the key's dtype, and `value` stays as it is.
         """
-        view = not wants_copy(copy, out)
+        view = copy is not True and not wants_copy(copy, out)
         return self._blocking().values.pushpull_and_wait(key, value, out, priority, samples, cast, view)
 
     def pushpull_async(

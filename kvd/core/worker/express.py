@@ -5,15 +5,14 @@ frame, and says `end` when the expected answer is there. In between the machine 
 
 What the lane (`kvd.core.worker.lane`) finds out about a call, that nothing else is under way and that its key is at
 rest, stays true until the machine takes an event the general way. So it is found out once, and then asked for by a
-number, the lane's `generation`. The call in flight is one of the lane: whatever comes before its end makes it an
-ordinary call there, which has sent what the shell has sent.
+number, the lane's `generation`. Whatever comes before the end of the call hands it over to the lane first, as if that
+had sent its message (`give_up`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvd.core.machine import LocalCall, Peer
 from kvd.core.membership import ViewState
@@ -22,111 +21,87 @@ from kvd.core.requests import Item, Transfer
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.lane import Flight, Lane
+from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan
+from kvd.core.worker.push_window import count_rounds
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.waits import Waits
 
 
-class PushNumbers(NamedTuple):
-    """What changes in the message of a repeated call: fields of its PushBatch."""
-
-    request: int
-    batch: int
-    clock: int
-    step: int
-    settled: int
-
-
 @dataclass(slots=True, eq=False)
 class Repeated:
-    """A call that may go the express way: what was found out about it, and where it is while it is in flight.
+    """The calls of one key that may go the express way: what was found out about them, and the one in flight.
 
     Attributes:
-        item: its key and spec; a call of another key or spec is another one.
-        peer: the server that leads all slices of the key.
-        nbytes: of the payload.
+        item: the key and its spec.
+        peer: the server that leads its one slice.
         generation: of the lane, when this was found out.
-        make_call: gives the call in flight as an ordinary one.
+        becomes_ordinary_s: seconds after which a call in flight becomes an ordinary one at the latest.
+        request, clock, step, settled: of the message of the call that began last, with the number of its batch in `plan`.
+        begun: when that was.
+        make_call: gives it as an ordinary call.
     """
 
     item: Item
     key: WorkerKey
     plan: MessagePlan
     peer: Peer
-    nbytes: int
     generation: int
-    make_call: Callable[[], LocalCall] | None = None
+    becomes_ordinary_s: float
     request: int = 0
+    clock: int = 0
     step: int = 0
+    settled: int = 0
     begun: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.item.key
-
-    def flight(self) -> Flight:
-        """The call in flight as the lane knows calls."""
-        assert self.make_call is not None
-        event = self.make_call()
-        assert isinstance(event.request, Transfer)
-        flight = Flight(event, event.request, self.begun, self.step, (self.key.window,), [None], 1)
-        flight.awaited[self.request] = self.plan, self.peer
-        return flight
+    make_call: Callable[[], LocalCall] | None = None
 
 
 class Express:
-    """Calls of one key whose slices travel in one message. At most one is in flight.
+    """Calls of one key whose value is one slice. At most one is in flight.
 
-    Whoever uses it holds what keeps others from stepping the machine.
+    Who uses it keeps others from stepping the machine meanwhile.
+
+    Attributes:
+        due_at: when the call in flight becomes an ordinary one at the latest; NEVER without one.
+        in_flight: the call, if there is one.
     """
 
     def __init__(self, lane: Lane, view: ViewState, asker: Asker, steps: StepCounter, waits: Waits) -> None:
+        self.due_at = NEVER
+        self.in_flight: Repeated | None = None
         self._lane = lane
         self._view = view
         self._asker = asker
         self._steps = steps
         self._waits = waits
 
-    def recognise(self, item: Item) -> Repeated | None:
+    def recognise(self, item: Item, deadline_s: float, answer_s: float) -> Repeated | None:
         """What is known of pushpulls of this item. None: they go another way, for now at least.
 
         Args:
-            item: with the spec that an earlier call on the key had; what is None is not looked at.
+            item: with the spec that an earlier call on the key had; source and target are not looked at.
+            deadline_s, answer_s: of the calls, in seconds from their beginning, see LocalCall.
         """
-        found = self._lane.single(item)
+        found = None if self.in_flight is not None else self._lane.single(item)
         if found is None:
             return None
-        key, plan, peer = found
-        return Repeated(item, key, plan, peer, plan.nbytes, self._lane.generation)
+        ordinary_s = min(RETRY_FIRST_S, self._waits.first_look(0.0, deadline_s, answer_s))
+        return Repeated(item, *found, self._lane.generation, ordinary_s)
 
-    def begin(
-        self,
-        repeated: Repeated,
-        make_call: Callable[[], LocalCall],
-        deadline: float,
-        answer_s: float | None,
-        now: float,
-    ) -> PushNumbers | None:
-        """Begins a call; its message must leave before the machine's next step. None: nothing was done, and the call
-        goes the general way.
-
-        Args:
-            make_call: gives the call as an ordinary one.
-            deadline, answer_s: of that.
-        """
+    def begin(self, repeated: Repeated, make_call: Callable[[], LocalCall], now: float) -> bool:
+        """Begins a call, whose numbers are in `repeated`; its message must leave before the machine's next step. False:
+        nothing was done, and the call goes the general way."""
         lane = self._lane
-        others_due_at = lane.others_due_at
-        if others_due_at is None or now >= others_due_at or lane.is_busy:
-            return None
+        if self.in_flight is not None or lane.is_busy or lane.others_due_at is None or now >= lane.others_due_at:
+            return False
         if repeated.generation != lane.generation and not self._is_still(repeated):
-            return None
-        clock = repeated.key.window.clock + 1
-        repeated.step, settled = self._steps.alone(clock)
-        repeated.request = request = self._asker.next_number
-        repeated.begun = now
-        repeated.make_call = make_call
-        lane.enter(repeated, min(now + RETRY_FIRST_S, self._waits.first_look(now, deadline, answer_s)))
-        return PushNumbers(request, repeated.plan.batch, clock, repeated.step, settled)
+            return False
+        repeated.clock = clock = repeated.key.window.clock + 1
+        repeated.step, repeated.settled = self._steps.alone(clock)
+        repeated.request = self._asker.next_number
+        repeated.begun, repeated.make_call = now, make_call
+        self.in_flight, self.due_at = repeated, now + repeated.becomes_ordinary_s
+        return True
 
     def _is_still(self, repeated: Repeated) -> bool:
         """Whether what was found out holds again, after other events."""
@@ -134,19 +109,36 @@ class Express:
         if found is None or found[0] is not repeated.key:
             return False
         _, repeated.plan, repeated.peer = found
-        repeated.nbytes, repeated.generation = repeated.plan.nbytes, self._lane.generation
+        repeated.generation = self._lane.generation
         return True
 
     def end(self, repeated: Repeated, version: int, now: float) -> bool:
-        """Its server has answered with this version. False: it has become an ordinary call, which waits for its answer.
-
-        The values are copied by the caller; their number was that of the bytes of the key.
-        """
-        lane = self._lane
-        if not lane.is_express(repeated) or now >= lane.due_at or lane.others_are_due(now):
+        """The server has answered with the value in this version. False: the call is an ordinary one by now, or becomes
+        one, and waits for this answer."""
+        if self.in_flight is not repeated or now >= self.due_at or now >= (self._lane.others_due_at or 0.0):
             return False
-        if self._view.is_sync and version != repeated.key.window.clock + 1:
+        if version != repeated.clock and self._view.is_sync:
             return False
-        repeated.make_call = None
-        lane.leave(repeated, (repeated.key.window,))
+        self._asker.skip(1)
+        count_rounds((repeated.key.window,))
+        self._steps.passed(repeated.step)
+        self._lane.disturb()
+        self.in_flight, self.due_at, repeated.make_call = None, NEVER, None
         return True
+
+    def give_up(self) -> tuple[Flight, float]:
+        """The call in flight, as the lane knows calls, and when it becomes an ordinary one."""
+        repeated, due_at = self.in_flight, self.due_at
+        assert repeated is not None
+        assert repeated.make_call is not None
+        event = repeated.make_call()
+        assert isinstance(event.request, Transfer)
+        self.in_flight, self.due_at, repeated.make_call = None, NEVER, None
+        flight = Flight(event, event.request, repeated.begun, repeated.step, (repeated.key.window,), [None], 1)
+        flight.awaited[repeated.request] = repeated.plan, repeated.peer
+        return flight, due_at
+
+    def pushes(self, name: str) -> bool:
+        """Whether the call in flight pushes this key. Any thread may ask: the call may end meanwhile."""
+        repeated = self.in_flight
+        return repeated is not None and repeated.item.key == name

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import Complete, Copy, Effect, LocalCall, Peer, Received, Send, ServerPeer
+from kvd.core.machine import Complete, Copy, Effect, LocalCall, Peer, Received, Send
 from kvd.core.membership import ViewState
 from kvd.core.outbox import RETRY_FIRST_S, Outbox
 from kvd.core.requests import Item, Versions
@@ -59,18 +59,6 @@ class Flight:
     requests: int
     awaited: dict[int, tuple[MessagePlan, Peer]] = field(default_factory=dict)
     answers: list[tuple[Received, float]] = field(default_factory=list)
-
-
-class ExpressCall(Protocol):
-    """A call of one key that went out without a flight, see `kvd.core.worker.express`."""
-
-    step: int
-
-    @property
-    def name(self) -> str:
-        """The key that it pushes."""
-
-    def flight(self) -> Flight: ...
 
 
 class Stillness:
@@ -120,7 +108,7 @@ class Lane:
     Attributes:
         due_at: when the call becomes an ordinary one at the latest; NEVER without one.
         generation: how often the machine has taken an event the general way. As long as it stays, nothing is under way
-            but calls in the lane, and no view or key has changed.
+            but what the lane knows, and no view or key has changed.
         others_due_at: when any other part of the machine has something to do; None: that is not worked out yet. What is
             due is done first, so the lane takes nothing then.
     """
@@ -155,24 +143,21 @@ class Lane:
         self._waits = waits
         self._emit = emit
         self._flight: Flight | None = None
-        self._express: ExpressCall | None = None
 
     @property
     def is_busy(self) -> bool:
-        return self._flight is not None or self._express is not None
+        return self._flight is not None
 
     def pushes(self, name: str) -> bool:
         """Whether the call in flight pushes this key. Any thread may ask: the call may end meanwhile."""
-        flight, express = self._flight, self._express
-        if express is not None and express.name == name:
-            return True
+        flight = self._flight
         return flight is not None and flight.transfer.push and any(item.key == name for item in flight.transfer.items)
 
     def begin(self, event: LocalCall, transfer: requests.Transfer, now: float) -> bool:
         """Takes the call and sends its messages, if it may. False: nothing was done, and it goes the general way."""
         if not self._is_on or len(transfer.items) > MOST_ITEMS or not _is_plain(transfer):
             return False
-        if self.others_are_due(now) or not self._stillness.is_total():
+        if self._others_are_due(now) or not self._stillness.is_total():
             return False
         known = self._keys.by_name
         keys = tuple([known.get(item.key) for item in transfer.items])
@@ -210,14 +195,14 @@ class Lane:
                 return False
         return len(plans) == 1 or sum([plan.nbytes for plan in plans]) <= self._outbox.credit_bytes
 
-    def others_are_due(self, now: float) -> bool:
-        """Whether another part of the machine has something to do first."""
+    def _others_are_due(self, now: float) -> bool:
         return self.others_due_at is None or now >= self.others_due_at
 
     def take(self, event: Received, now: float) -> bool:
         """Takes an expected answer in, and completes the call with the last one. False: nothing was done."""
-        flight = self._in_flight()
-        if now >= self.due_at or self.others_are_due(now):
+        flight = self._flight
+        assert flight is not None
+        if now >= self.due_at or self._others_are_due(now):
             return False
         message: Any = event.message
         plan, peer = flight.awaited.get(getattr(message, "request", 0), (None, None))
@@ -252,57 +237,39 @@ class Lane:
         self._emit(Complete(flight.event.call, flight.versions))
         self._end()
 
+    def single(self, item: Item) -> tuple[WorkerKey, MessagePlan, Peer] | None:
+        """The key of the item, the plan of the message in which its one slice travels, and its server, if a call on it
+        may be taken now."""
+        key = self._keys.by_name.get(item.key)
+        plans = self._plans.known_of((key,))
+        if key is None or plans is None or len(plans) != 1 or len(plans[0].slice_ids) != 1 or not self._is_on:
+            return None
+        if self.is_busy or not self._stillness.is_total() or not self._may_send(plans):
+            return None
+        return (key, plans[0], self._servers.peer_of(plans[0].partition)) if _are_at_rest((key,), (item,)) else None
+
+    def adopt(self, flight: Flight, due_at: float) -> None:
+        """Goes on with a call that was begun elsewhere, while nothing else is in flight."""
+        self._flight, self.due_at = flight, due_at
+
+    def disturb(self) -> None:
+        """A call was made and answered elsewhere: who looks for activity sees it."""
+        self._stillness.disturb()
+
     def give_up(self) -> Flight:
         """Lets go of the call, which goes the general way from its beginning."""
-        flight = self._in_flight()
+        flight = self._flight
+        assert flight is not None
         self._end()
         return flight
 
     def _end(self) -> None:
         self._flight, self.due_at = None, NEVER
 
-    # ── the express way, see `kvd.core.worker.express` ──
-
-    def single(self, item: Item) -> tuple[WorkerKey, MessagePlan, ServerPeer] | None:
-        """The key of the item, the plan of the one message in which it travels, and its server, if a call on it may be
-        taken now."""
-        key = self._keys.by_name.get(item.key)
-        plans = self._plans.known_of((key,))
-        if key is None or plans is None or len(plans) != 1 or not self._is_on or self.is_busy:
-            return None
-        if len(plans[0].slice_ids) != 1 or not self._may_send(plans):
-            return None
-        if not (self._stillness.is_total() and _are_at_rest((key,), (item,))):
-            return None
-        return key, plans[0], self._servers.peer_of(plans[0].partition)
-
-    def enter(self, call: ExpressCall, due_at: float) -> None:
-        """The call is in flight; its message is sent by the shell."""
-        self._express, self.due_at = call, due_at
-
-    def is_express(self, call: ExpressCall) -> bool:
-        """Whether this call is in flight, and nothing else came between."""
-        return self._express is call
-
-    def leave(self, call: ExpressCall, windows: Sequence[PushWindow]) -> None:
-        """Its answer was taken in by the shell: what the general way would have counted is counted."""
-        self._express, self.due_at = None, NEVER
-        self._asker.skip(1)
-        count_rounds(windows)
-        self._steps.passed(call.step)
-        self._stillness.disturb()
-
-    def _in_flight(self) -> Flight:
-        """The call in flight; one of the express way gets its flight now."""
-        if self._express is not None:
-            self._flight, self._express = self._express.flight(), None
-        assert self._flight is not None
-        return self._flight
-
     def validate(self) -> None:
         """Raises AssertionError if anything else is under way beside the call in flight."""
-        assert not self.is_busy or self._stillness.is_total(), (
-            f"more is under way than the call in flight: {self._flight or self._express}"
+        assert self._flight is None or self._stillness.is_total(), (
+            f"more is under way than the call in flight: {self._flight}"
         )
 
 

@@ -206,6 +206,8 @@ class WorkerMachine:
     def _takes_lane(self, event: Event, now: float) -> bool:
         """Whether the lane has done all that there is to do. Otherwise no call is in flight there any more."""
         lane = self._lane
+        if self.express.in_flight is not None:
+            lane.adopt(*self.express.give_up())
         if lane.is_busy:
             if isinstance(event, Received) and lane.take(event, now):
                 return True
@@ -264,16 +266,17 @@ class WorkerMachine:
                 if at is not None and at < others:
                     others = at
             self._lane.others_due_at = others
-        earliest = min(others, self._lane.due_at)
+        earliest = min(others, self._lane.due_at, self.express.due_at)
         return None if earliest == NEVER else earliest
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
+        in_lane = self._lane.is_busy + (self.express.in_flight is not None)
         return {
             "role": self.session.identity.role,
             "rank": self.session.rank,
             "view": list(self.epoch),
-            "calls_open": len(self._calls) + self._lane.is_busy,
-            "requests_open": len(self._outbox) + self._lane.is_busy,
+            "calls_open": len(self._calls) + in_lane,
+            "requests_open": len(self._outbox) + in_lane,
             "clocks": self._clocks.explain(),
         }
 
@@ -294,7 +297,7 @@ class WorkerMachine:
 
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
-        return self._lane.pushes(name) or self._clocks.has_pushed(name)
+        return self._lane.pushes(name) or self.express.pushes(name) or self._clocks.has_pushed(name)
 
     def stopped(self) -> Stopped | None:
         """Where the program of a predecessor stopped that did not leave in good order; None without one."""
