@@ -155,6 +155,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "meetings": lambda campaign, seed: Meetings(WORKERS, STEPS),
     "refusals": lambda campaign, seed: RefusalLedger(WORKERS, STEPS, timeout_s=campaign.patience.timeout_s),
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
+    "singles": lambda campaign, seed: Rounds(WORKERS, LONG, grouping=one_by_one, pace_s=0.1, size=101),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
     "merges": lambda campaign, seed: merged_rounds(WORKERS, STEPS, seed),
     "casts": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0, casts=True),
@@ -218,6 +219,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "rounds, no record": Campaign("rounds", shell=ShellSettings(state_dir=False)),
     "rounds, nasty": Campaign("rounds", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "rounds, long pauses": Campaign("rounds", mishaps=LONG_PAUSES),
+    "singles": Campaign("singles"),
+    "singles, nasty": Campaign("singles", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "mixed": Campaign("mixed"),
     "mixed, nasty": Campaign("mixed", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "mixed, long pauses": Campaign("mixed", mishaps=LONG_PAUSES),
@@ -345,6 +348,7 @@ FAILOVERS: dict[str, Campaign] = {
     "rounds, no record, servers die": Campaign(
         "rounds", mishaps=SERVERS_DIE, shell=ShellSettings(state_dir=False), replicas=2
     ),
+    "singles, servers die": Campaign("singles", mishaps=SERVERS_DIE, replicas=2),
     "mixed, late copies, servers die": Campaign(
         "mixed", mishaps=SERVERS_DIE_LONG, faults=LATE_COPIES, servers=3, replicas=2
     ),

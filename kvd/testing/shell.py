@@ -53,6 +53,7 @@ from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded
 from kvd.testing.clock import VirtualClock
+from kvd.testing.express import ExpressSteps
 from kvd.testing.network import Network
 from kvd.testing.process import Doom, PendingCall, Process
 from kvd.testing.settings import ShellSettings
@@ -134,6 +135,7 @@ class Shell:
         self._on_step = on_step
         self._on_end = on_end
         self._started: list[_StartedJob] = []
+        self._steps = ExpressSteps()
         self._carry_out: dict[type[Any], Callable[[Process, Any], None]] = {
             Connect: lambda process, effect: network.connect(process, effect.peer, effect.address),
             Disconnect: lambda process, effect: network.disconnect(process, effect.peer),
@@ -160,7 +162,7 @@ class Shell:
             process.suspension.backlog.append(event)
             return
         self._trace.record(f"{process.name} {type(event).__name__}")
-        effects = process.machine.step(event, self._clock.now + process.timer.ahead_s)
+        effects = self._steps.step(process.machine, event, self._clock.now + process.timer.ahead_s)
         self._validate(process)
         for effect, run, epoch in _by_run(process.machine, effects):
             if process.doom is not None and self._dies_now(process, process.doom):

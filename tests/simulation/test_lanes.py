@@ -7,30 +7,33 @@ from typing import Any
 
 import pytest
 
+from kvd.core.server.express import ExpressRounds
 from kvd.core.server.lane import PushLane
 from kvd.core.server.rounds import SliceLog
+from kvd.core.worker.express import Express
 from kvd.core.worker.lane import Flight, Lane
 from kvd.testing.campaign import CAMPAIGNS
 from kvd.testing.trace import Trace
 
-COMPARED = ("rounds, nasty", "mixed, long pauses", "casts", "list training", "refusals, timeouts")
-NOTICED = ("rounds, nasty", "lists, stale by 1", "refusals, stale by 1", "ledger, async", "refusals, nasty", "stepped")
+COMPARED = ("rounds, nasty", "singles", "singles, nasty", "mixed, long pauses", "casts", "list training", "refusals, timeouts")
+NOTICED = ("rounds, nasty", "lists, stale by 1", "refusals, stale by 1", "ledger, async", "refusals, nasty", "stepped", "singles", "singles, nasty")
 SEEDS = 1  # of each in `make test`
 SOAK_SEEDS = 100
 
 
 class Seen:
-    """How often calls went by the lane of a worker, were completed there, and left it; and how many pushes a server's
-    lane took."""
+    """How often calls went by the lane of a worker and left it, the same of the express way; and how many pushes a
+    server's lane took, and held for their rounds."""
 
     def __init__(self) -> None:
-        self.begun = self.left = self.taken = 0
+        self.begun = self.left = self.express = self.handed_over = self.taken = self.held = 0
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Ticks are left out of the digests: a machine may be woken for the deadline of a call that is over."""
     seen, begin, give_up, take, record = Seen(), Lane.begin, Lane.give_up, PushLane._take, Trace.record
+    begin_express, hand_over, hold = Express.begin, Express.give_up, PushLane.hold
 
     def counting(lane: Lane, *arguments: Any) -> bool:
         begun = begin(lane, *arguments)
@@ -46,6 +49,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.taken += taken
         return taken
 
+    def counting_express(express: Express, *arguments: Any) -> bool:
+        begun = begin_express(express, *arguments)
+        seen.express += begun
+        return begun
+
+    def handing_over(express: Express) -> tuple[Flight, float]:
+        seen.handed_over += 1
+        return hand_over(express)
+
+    def holding(lane: PushLane, *arguments: Any) -> bool:
+        held = hold(lane, *arguments)
+        seen.held += held
+        return held
+
     def recording(trace: Trace, text: str) -> None:
         if not text.endswith("Tick"):
             record(trace, text)
@@ -53,6 +70,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(Lane, "begin", counting)
     monkeypatch.setattr(Lane, "give_up", leaving)
     monkeypatch.setattr(PushLane, "_take", taking)
+    monkeypatch.setattr(Express, "begin", counting_express)
+    monkeypatch.setattr(Express, "give_up", handing_over)
+    monkeypatch.setattr(PushLane, "hold", holding)
     monkeypatch.setattr(Trace, "record", recording)
     return seen
 
@@ -60,8 +80,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 def compare(name: str, seed: int) -> None:
     with_lanes = CAMPAIGNS[name].run(seed).digest()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lane, "begin", lambda *arguments: False)
-        patch.setattr(PushLane, "_take", lambda *arguments: False)
+        for way, method in ((Lane, "begin"), (Express, "begin"), (PushLane, "_take"), (PushLane, "hold")):
+            patch.setattr(way, method, lambda *arguments: False)
         assert CAMPAIGNS[name].run(seed).digest() == with_lanes, f"seed {seed}"
 
 
@@ -73,6 +93,9 @@ def test_lanes_change_nothing(seen: Seen) -> None:
     assert seen.left > 20
     assert seen.begun - seen.left > 20
     assert seen.taken > 20
+    assert seen.handed_over > 20
+    assert seen.express - seen.handed_over > 20
+    assert seen.held > 20
 
 
 @pytest.mark.soak
@@ -99,6 +122,12 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "request numbers": lambda patch: patch.setattr("kvd.core.worker.asking.Asker.skip", lambda *arguments: None),
     "server: what was pushed before": lambda patch: patch.setattr(SliceLog, "stage_next", stage_at_once),
     "server: what may have changed": lambda patch: patch.setattr(PushLane, "forget", lambda lane: None),
+    "server: what is held when something else comes": lambda patch: patch.setattr(
+        ExpressRounds, "materialize", lambda *arguments: None
+    ),
+    "server: who has yet to push": lambda patch: patch.setattr(ExpressRounds, "_is_complete", never),
+    "express: what has happened since": lambda patch: patch.setattr(Express, "_is_still", never),
+    "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
     "clocks": lambda patch: patch.setattr("kvd.core.worker.lane.count_rounds", lambda *arguments: None),
 }
 

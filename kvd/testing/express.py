@@ -1,0 +1,128 @@
+"""The express way of simulated workers: what `kvd.client.cluster.express` does, with messages in place of frames."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvd.core.machine import Complete, Copy, Effect, Event, LocalCall, Machine, Received, Send
+from kvd.core.requests import Item, Transfer, Versions
+from kvd.core.worker.express import Repeated
+from kvd.core.worker.machine import WorkerMachine
+from kvd.protocol.codec import encode
+from kvd.protocol.fixed import PUSH_NBYTES, put_push
+from kvd.protocol.messages import ADD, PushBatch, Values
+
+
+class _Worker:
+    """What the shell of one worker knows.
+
+    Attributes:
+        known: the calls that were recognised, by key.
+        event, repeated: the call in flight; None: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, Repeated] = {}
+        self.event: LocalCall | None = None
+        self.repeated: Repeated | None = None
+
+
+class ExpressSteps:
+    """Steps machines. Every other call of a worker that can goes the express way, the others by its lane."""
+
+    def __init__(self) -> None:
+        self._workers: WeakKeyDictionary[WorkerMachine, _Worker] = WeakKeyDictionary()
+
+    def step(self, machine: Machine, event: Event, now: float) -> list[Effect]:
+        """As `machine.step`."""
+        effects = None
+        if isinstance(machine, WorkerMachine):
+            worker = self._workers.setdefault(machine, _Worker())
+            if isinstance(event, LocalCall) and event.call % 2:
+                effects = self._begin(machine, worker, event, now)
+            elif isinstance(event, Received) and isinstance(event.message, Values):
+                effects = self._end(machine, worker, event, now)
+        return machine.step(event, now) if effects is None else effects
+
+    def _begin(self, machine: WorkerMachine, worker: _Worker, event: LocalCall, now: float) -> list[Effect] | None:
+        transfer = event.request
+        if not isinstance(transfer, Transfer) or not _is_plain(transfer):
+            return None
+        item = transfer.items[0]
+        repeated = worker.known.get(item.key)
+        if repeated is None or repeated.item.spec is not item.spec:
+            repeated = machine.express.recognise(
+                Item(item.key, item.spec), event.deadline - now, event.answer_s or event.deadline - now
+            )
+            if repeated is None:
+                return None
+            worker.known[item.key] = repeated
+        if not machine.express.begin(repeated, lambda: event, now):
+            return None
+        worker.event, worker.repeated = event, repeated
+        message = PushBatch(
+            repeated.request,
+            repeated.plan.batch,
+            repeated.clock,
+            ADD,
+            1,
+            True,
+            step=repeated.step,
+            settled=repeated.settled,
+            place=transfer.place,
+        )
+        _check_frame(machine, message)
+        return [Send(repeated.peer, message, repeated.plan.payload_of(transfer.items))]
+
+    def _end(self, machine: WorkerMachine, worker: _Worker, event: Received, now: float) -> list[Effect] | None:
+        call, repeated, message = worker.event, worker.repeated, event.message
+        if call is None or repeated is None or machine.express.in_flight is not repeated:
+            return None
+        assert isinstance(message, Values)
+        is_expected = (
+            (event.peer, event.sender, event.epoch, event.run)
+            == (repeated.peer, repeated.peer, machine.epoch, machine.run)
+            and message.request == repeated.request
+            and len(message.versions) == 1
+            and message.coding is None
+            and event.nbytes == repeated.plan.nbytes
+        )
+        if not is_expected or not machine.express.end(repeated, message.versions[0], now):
+            return None
+        worker.event = worker.repeated = None
+        request: Any = call.request
+        version = message.versions[0]
+        copy = Copy(event.payload, (request.items[0].target,), repeated.plan.rows)
+        return [copy, Complete(call.call, [Versions(version, version)])]
+
+
+def _is_plain(transfer: Transfer) -> bool:
+    return (
+        transfer.push
+        and transfer.pull
+        and len(transfer.items) == 1
+        and transfer.samples == 1
+        and (transfer.priority, transfer.how) == (0, ADD)
+        and not (transfer.any_version or transfer.cast or transfer.some_encoded or transfer.some_rows)
+        and transfer.takes is transfer.sets_out is transfer.finds is None
+    )
+
+
+def _check_frame(machine: WorkerMachine, push: PushBatch) -> None:
+    """The header that a prepared frame has is that of the message."""
+    frame = bytearray(PUSH_NBYTES)
+    put_push(
+        frame,
+        0,
+        machine.incarnation,
+        machine.epoch,
+        machine.run,
+        push.request,
+        push.batch,
+        push.clock,
+        push.step,
+        push.settled,
+        push.place,
+    )
+    assert frame == encode(push, machine.incarnation, machine.epoch, machine.run), f"another frame for {push}"
