@@ -29,9 +29,14 @@ class _Worker:
 
 
 class ExpressSteps:
-    """Steps machines. Every other call of a worker that can goes the express way, the others by its lane."""
+    """Steps machines.
 
-    def __init__(self) -> None:
+    Args:
+        every: of so many calls of a worker one goes the express way, if it can; the others go by its lane.
+    """
+
+    def __init__(self, every: int = 2) -> None:
+        self._every = every
         self._workers: WeakKeyDictionary[WorkerMachine, _Worker] = WeakKeyDictionary()
 
     def step(self, machine: Machine, event: Event, now: float) -> list[Effect]:
@@ -39,7 +44,7 @@ class ExpressSteps:
         effects = None
         if isinstance(machine, WorkerMachine):
             worker = self._workers.setdefault(machine, _Worker())
-            if isinstance(event, LocalCall) and event.call % 2:
+            if isinstance(event, LocalCall) and event.call % self._every == 0:
                 effects = self._begin(machine, worker, event, now)
             elif isinstance(event, Received) and isinstance(event.message, Values):
                 effects = self._end(machine, worker, event, now)

@@ -309,11 +309,29 @@ def test_what_is_odd_goes_as_without_the_lane(odd: Callable[[Harness], Any], sma
     assert len(taken) >= 2  # those of the second round
 
 
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
+def test_what_is_odd_goes_as_without_the_express_way(
+    odd: Callable[[Harness], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, hold = [], PushLane.hold
+
+    def noting(lane: PushLane, event: Any) -> bool:
+        held.append(hold(lane, event))
+        return held[-1]
+
+    monkeypatch.setattr(PushLane, "hold", noting)
+    by_express = both(odd, small=1 << 10, express=True)
+    assert sum(held) >= 2  # those of the second round
+    assert by_express == both(odd, small=1 << 10, lanes=False)
+
+
 def both(odd: Callable[[Harness], Any], **how: Any) -> Any:
     """What a server does that has served a second round by the lane, if it has one; and the values at the end."""
     run = together(*KEYS, **how)
     served = [push(run, rank, 2) for rank in range(2)]
-    return [served, odd(run), [run.value(key) for key in KEYS], run.explain()]
+    answered = odd(run)
+    run.step(Tick())  # nothing is held any more
+    return [served, answered, [run.value(key) for key in KEYS], run.explain()]
 
 
 @pytest.mark.parametrize("quorum", [1, 2])

@@ -131,10 +131,12 @@ INTERRUPTIONS: dict[str, Happens] = {
 @pytest.mark.parametrize("name", INTERRUPTIONS)
 def test_the_same_is_done_without_the_lane(name: str, how: dict[str, bool]) -> None:
     told = []
-    for lanes in (True, False):
-        harness = repeated("w", lanes=lanes)
+    for way in ({"express": True}, {}, {"lanes": False}):
+        harness = repeated("w", **way)
         push(harness, **how)
-        assert is_in_lane(harness) is lanes
+        is_express = "express" in way and how["pull"]
+        assert (harness.machine.express.in_flight is not None) is is_express
+        assert is_in_lane(harness) is (not is_express and "lanes" not in way)
         INTERRUPTIONS[name](harness)
         if len(harness.done) < harness._calls:
             answered = say(Values, (3,), payload=b"x") if how["pull"] else say(Done)
@@ -142,7 +144,7 @@ def test_the_same_is_done_without_the_lane(name: str, how: dict[str, bool]) -> N
         push(harness, **how)
         harness.wait(5.0)
         told.append([repr(effect) for effect in harness.effects])
-    assert told[0] == told[1]
+    assert told[0] == told[1] == told[2]
 
 
 def test_a_call_that_is_answered_in_the_lane_moves_its_keys_on() -> None:

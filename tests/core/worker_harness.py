@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvd.core import requests
@@ -32,6 +33,7 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
+from kvd.testing.express import ExpressSteps
 from tests.core.fakes import (
     cluster,
     from_scheduler,
@@ -63,7 +65,9 @@ class Harness:
         small: int = -1,
         batches: bool = False,
         lanes: bool = True,
+        express: bool = False,
     ) -> None:
+        self._express = ExpressSteps(every=1) if express else None
         self.settings = settings or cluster(2, servers)
         self.machine = WorkerMachine(
             WorkerSettings(credit, small_push_bytes=small, batches=batches, lanes=lanes), session(role, rank)
@@ -88,7 +92,8 @@ class Harness:
             self.sent.clear()
 
     def step(self, event: Any) -> list[Effect]:
-        effects = self.machine.step(event, self.now)
+        step = self.machine.step if self._express is None else partial(self._express.step, self.machine)
+        effects = step(event, self.now)
         self.machine.validate()
         self.machine.next_deadline()  # every shell asks
         self.effects += effects

@@ -126,7 +126,6 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         ExpressRounds, "materialize", lambda *arguments: None
     ),
     "server: who has yet to push": lambda patch: patch.setattr(ExpressRounds, "_is_complete", never),
-    "express: what has happened since": lambda patch: patch.setattr(Express, "_is_still", never),
     "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
     "clocks": lambda patch: patch.setattr("kvd.core.worker.lane.count_rounds", lambda *arguments: None),
 }
