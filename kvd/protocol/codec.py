@@ -8,7 +8,6 @@ are built once, at import, from the annotations of the messages.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from enum import Enum
@@ -69,14 +68,10 @@ def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> by
     Raises ProtocolError if it is longer than MAX_HEADER_BYTES.
     """
     kind = type(message)
-    fixed = _FIXED.get(kind)
-    if fixed is not None:
-        try:
-            header = fixed(message, sender, epoch, run)
-        except struct.error:  # a number is out of range, of which msgpack says more
-            header = None
-        if header is not None:
-            return header
+    write_fixed = _FIXED.get(kind)
+    header = None if write_fixed is None else write_fixed(message, sender, epoch, run)
+    if header is not None:
+        return header
     if isinstance(message, Refused):
         message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
     elif isinstance(message, NotYet):

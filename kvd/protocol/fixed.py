@@ -69,7 +69,7 @@ def write_push(push: PushBatch, sender: int, epoch: Epoch, run: int) -> bytes | 
 
 
 def read_push(header: bytes | memoryview) -> Decoded | None:
-    """The PushBatch in a header of PUSH_NBYTES bytes that is as `write_push` writes it. None: it may be any other one."""
+    """The PushBatch in a header of PUSH_NBYTES bytes, if it is as `write_push` writes it. None: it may be any other."""
     # fmt: off
     (
         marker, entries, version, kind,
@@ -84,7 +84,7 @@ def read_push(header: bytes | memoryview) -> Decoded | None:
         and kind == PushBatch.KIND
         and w1 == w2 == w3 == w4 == w5 == w6 == w7 == w8 == w9 == w10 == w11 == _WIDE
         and how == ADD
-        and (pull == _TRUE or pull == _FALSE)
+        and pull in (_TRUE, _FALSE)
         and probe == _FALSE
         and sender <= BIGGEST
         and generation <= BIGGEST

@@ -340,8 +340,8 @@ class Link:
         return self.has_more
 
     def receive_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
-        """Reads once, unless frames are left to deliver. If the next frame begins with `head` and has `rest_nbytes` bytes
-        more, returns these, and the frame is taken. None: it is another frame, which `receive` delivers."""
+        """Reads once, unless frames are left to deliver. If the next frame begins with `head` and has `rest_nbytes`
+        bytes more, takes it, and returns these. None: it is another frame, which `receive` delivers."""
         if self.has_ended or self.has_more or not self._greeted or self._out.waits or not self._fill():
             return None
         self.has_more = True

@@ -194,8 +194,8 @@ class LinkReader:
     def wait_for(
         self, link: Link, head: bytes | bytearray, rest_nbytes: int, timeout_s: float, wake_fd: int
     ) -> bytes | None:
-        """Waits like `wait`, for a frame that begins with `head`: if it is the next one of the link, takes it and returns
-        the `rest_nbytes` bytes behind. None: what `wait` does was done, or the time is up."""
+        """Waits like `wait`, for a frame that begins with `head`: if it is the next one of the link, takes it, and
+        returns the `rest_nbytes` bytes behind. None: what `wait` does was done, or the time is up."""
         if not self._enter():
             return None
         try:

@@ -15,8 +15,25 @@ from kvd.core.worker.lane import Flight, Lane
 from kvd.testing.campaign import CAMPAIGNS
 from kvd.testing.trace import Trace
 
-COMPARED = ("rounds, nasty", "singles", "singles, nasty", "mixed, long pauses", "casts", "list training", "refusals, timeouts")
-NOTICED = ("rounds, nasty", "lists, stale by 1", "refusals, stale by 1", "ledger, async", "refusals, nasty", "stepped", "singles", "singles, nasty")
+COMPARED = (
+    "rounds, nasty",
+    "singles",
+    "singles, nasty",
+    "mixed, long pauses",
+    "casts",
+    "list training",
+    "refusals, timeouts",
+)
+NOTICED = (
+    "rounds, nasty",
+    "lists, stale by 1",
+    "refusals, stale by 1",
+    "ledger, async",
+    "refusals, nasty",
+    "stepped",
+    "singles",
+    "singles, nasty",
+)
 SEEDS = 1  # of each in `make test`
 SOAK_SEEDS = 100
 

@@ -1,7 +1,7 @@
 """The express way of a server: whole rounds of small pushes that a training loop makes again and again.
 
-A push that the lane (`kvd.core.server.lane`) knows, and whose round has nothing else in it, is not staged: it is held as
-it came. When the pushes of all workers are here, the round is closed, applied and committed at once, and they are
+A push that the lane (`kvd.core.server.lane`) knows, and whose round has nothing else in it, is not staged: it is held
+as it came. When the pushes of all workers are here, the round is closed, applied and committed at once, and they are
 answered: no push becomes a request that is open, and none waits.
 
 Whatever else happens first is preceded by `materialize`: what is held goes the general way, in the order in which it
@@ -122,7 +122,7 @@ class ExpressRounds:
 
     def _is_complete(self, round_: _Round, clock: int) -> bool:
         held, log = round_.held, round_.group.log
-        for rank in self._participants.awaited:
+        for rank in self._participants.awaited:  # noqa: SIM110  a generator is one more call in each push
             if rank not in held and not log.is_past(rank, clock):
                 return False
         return True

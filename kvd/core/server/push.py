@@ -66,7 +66,6 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import padded
 
-
 Applied: TypeAlias = Callable[..., None]
 """Gets the end of an update: group, record, use, the JobDone, and whether its result is a tuple."""
 

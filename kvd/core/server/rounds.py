@@ -13,7 +13,7 @@ its own, in order of arrival; with a bounded staleness it waits until its worker
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter

@@ -1,7 +1,7 @@
 """The express way: the shortest way through the machine, for one small push and pull that a training loop repeats.
 
-The shell has a frame for such a call, of which only numbers change. So it asks for these numbers with `begin`, sends the
-frame, and says `end` when the expected answer is there. In between the machine does nothing at all.
+The shell has a frame for such a call, of which only numbers change. So it asks for these numbers with `begin`, sends
+the frame, and says `end` when the expected answer is there. In between the machine does nothing at all.
 
 What the lane (`kvd.core.worker.lane`) finds out about a call, that nothing else is under way and that its key is at
 rest, stays true until the machine takes an event the general way. So it is found out once, and then asked for by a
@@ -37,7 +37,7 @@ class Repeated:
         peer: the server that leads its one slice.
         generation: of the lane, when this was found out.
         becomes_ordinary_s: seconds after which a call in flight becomes an ordinary one at the latest.
-        request, clock, step, settled: of the message of the call that began last, with the number of its batch in `plan`.
+        request, clock, step, settled: of the message of the call that began last; its batch is that of `plan`.
         begun: when that was.
         make_call: gives it as an ordinary call.
     """

@@ -1,0 +1,220 @@
+"""Small values that are pushed and pulled again and again: the express way is taken, and changes no result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvd
+from kvd.client.cluster.express import ExpressWay
+from kvd.core.worker.express import Express
+from kvd.testing.cluster import LocalCluster
+
+STEPS = 30
+
+
+class Taken:
+    """How often the express way was gone to its end, and left before."""
+
+    def __init__(self) -> None:
+        self.to_its_end = self.left = 0
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    taken, run = Taken(), ExpressWay.run
+
+    def counting(way: ExpressWay, *arguments: Any) -> Any:
+        promise = run(way, *arguments)
+        if promise is None:
+            taken.to_its_end += 1
+        else:
+            taken.left += 1
+        return promise
+
+    monkeypatch.setattr(ExpressWay, "run", counting)
+    return taken
+
+
+def sums(store: kvd.KVStore, key: str, steps: int, dtype: Any = np.float32, shape: Any = (3, 5)) -> None:
+    """Each step has the sum of the two workers, in an array of its own or in place."""
+    value, out = np.empty(shape, dtype), np.empty(shape, dtype)
+    for step in range(steps):
+        value[...] = step + store.rank
+        given = out if step % 3 else None
+        result = store.pushpull(key, value, given)
+        assert result is (value if given is None else out)
+        assert (result == np.asarray(2 * step + 1, dtype)).all(), (step, result)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "float16", ml_dtypes.bfloat16])
+def test_values_of_every_dtype(taken: Taken, dtype: Any) -> None:
+    def program(store: kvd.KVStore) -> None:
+        store.init("w", np.zeros((3, 5), dtype))
+        sums(store, "w", STEPS, dtype)
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.to_its_end > STEPS
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_many_keys_in_turn_and_lists_of_one(taken: Taken, servers: int) -> None:
+    def program(store: kvd.KVStore) -> None:
+        names = [f"w{number}" for number in range(7)]
+        store.init(names, [np.zeros(number + 1, np.float32) for number in range(7)])
+        for step in range(STEPS):
+            for number, name in enumerate(names):
+                value = np.full(number + 1, step + store.rank, np.float32)
+                if step % 2:
+                    assert store.pushpull(name, value) is value
+                else:
+                    (value,) = store.pushpull([name], [value])
+                assert (value == 2 * step + 1).all()
+
+    with LocalCluster(2, servers, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.to_its_end > STEPS
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_an_optimizer_updates_as_without_the_lanes(taken: Taken, kind: str) -> None:
+    weights = {}
+
+    def program(store: kvd.KVStore) -> Any:
+        store.init("w", np.arange(8, dtype=np.float32))
+        store.set_optimizer(kvd.optimizer.Adam(0.1))
+        out = np.empty(8, np.float32)
+        for step in range(STEPS):
+            store.pushpull("w", np.linspace(-1, 1 + step, 8, dtype=np.float32), out)
+        return out.tobytes()
+
+    for lanes in ("auto", "off"):
+        with LocalCluster(1, 1, lanes=lanes) as cluster:
+            weights[lanes] = cluster.run(program, kind)
+    assert weights["auto"] == weights["off"]
+    assert taken.to_its_end > STEPS // 2
+
+
+def odd_values() -> list[Callable[[kvd.KVStore], Any]]:
+    """Calls between repeated ones that the prepared frame does not fit."""
+    even = np.ones((3, 10), np.float32)
+
+    def refused(store: kvd.KVStore, value: Any) -> None:
+        with pytest.raises((kvd.errors.ShapeMismatch, kvd.errors.DtypeMismatch)):
+            store.pushpull("w", value)
+
+    return [
+        lambda store: store.pushpull("w", even[:, ::2], np.empty((3, 5), np.float32)),
+        lambda store: store.pushpull("w", [np.ones((3, 5), np.float32)] * 2, np.empty((3, 5), np.float32)),
+        lambda store: store.pushpull("w", np.ones((3, 5), np.float32), np.empty((3, 5), np.float64), cast=True),
+        lambda store: store.pushpull("w", np.ones((3, 5), np.float32), copy=False),
+        lambda store: store.pushpull("w", np.ones((3, 5), np.float32), samples=3),
+        lambda store: store.push("w", np.ones((3, 5), np.float32)).wait(),
+        lambda store: store.pull("w"),
+        lambda store: store.barrier(),
+        lambda store: refused(store, np.ones((5, 3), np.float32)),
+        lambda store: refused(store, np.ones((3, 5), np.float64)),
+        lambda store: store.pushpull_async("w", np.ones((3, 5), np.float32)).wait(),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(odd_values())))
+def test_other_calls_come_between(taken: Taken, number: int) -> None:
+    def program(store: kvd.KVStore) -> None:
+        store.init("w", np.zeros((3, 5), np.float32))
+        odd = odd_values()[number]
+        for _ in range(3):
+            sums(store, "w", 6)
+            odd(store)
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.to_its_end > 6
+
+
+def test_a_bound_key_goes_another_way(taken: Taken) -> None:
+    def program(store: kvd.KVStore) -> None:
+        store.init("w", np.zeros((3, 5), np.float32))
+        for _ in range(6):
+            store.pushpull("w", np.ones((3, 5), np.float32))
+        before = taken.to_its_end
+        gradient, weight = store.bind("w")
+        for step in range(4):
+            gradient[...] = step
+            store.pushpull("w", gradient, weight)
+            assert (weight == step).all()
+        assert taken.to_its_end == before > 0
+
+    with LocalCluster(1, 1, lanes="auto") as cluster:
+        cluster.run(program)
+
+
+def test_threads_of_one_program(taken: Taken) -> None:
+    """One of them goes the express way; calls of the others come between."""
+
+    def program(store: kvd.KVStore) -> None:
+        names = [f"w{number}" for number in range(4)]
+        store.init(names, [np.zeros((3, 5), np.float32)] * 4)
+        errors: list[BaseException] = []
+
+        def work(name: str) -> None:
+            try:
+                sums(store, name, STEPS)
+            except BaseException as error:  # noqa: BLE001  the thread that waits raises it
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.to_its_end + taken.left > STEPS
+
+
+def test_calls_of_the_loop_that_steps_again_are_told(taken: Taken) -> None:
+    """Within `steps` the pushes carry the step, and each key is pushed once."""
+
+    def program(store: kvd.KVStore) -> None:
+        store.init("w", np.zeros(4, np.float32))
+        value = np.ones(4, np.float32)
+        for _ in store.steps(STEPS, keys=["w"]):
+            value[:] = 1
+            store.pushpull("w", value)
+        assert store.version("w") == STEPS
+        for _ in store.steps(1, keys=["w"]):
+            store.pushpull("w", value)
+            with pytest.raises(kvd.errors.NotAllowed):
+                store.pushpull("w", value)
+
+    with LocalCluster(1, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.to_its_end > STEPS // 2
+
+
+def test_whatever_the_machine_does_meanwhile_the_answer_is_taken(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third call is an ordinary one by the time of its answer."""
+    end, calls = Express.end, iter(range(1 << 30))
+
+    def ending(express: Express, *arguments: Any) -> bool:
+        return next(calls) % 3 != 0 and end(express, *arguments)
+
+    monkeypatch.setattr(Express, "end", ending)
+
+    def program(store: kvd.KVStore) -> None:
+        store.init("w", np.zeros((3, 5), np.float32))
+        sums(store, "w", STEPS)
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.to_its_end > 10
+    assert taken.left > 10
