@@ -52,7 +52,7 @@ from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
 from kvd.node.sending import MessageSender
-from kvd.node.threads import Stepper, report_failed_effect
+from kvd.node.threads import FastStep, Stepper, report_failed_effect
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 from kvd.transport.holding import Holding
@@ -79,6 +79,7 @@ class Driver:
         on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
         holding: lets messages of a daemon wait for the next one to the same peer; None: they do not wait.
+        fast_step: see `Stepper`.
 
     Attributes:
         machine: the role.
@@ -100,6 +101,7 @@ class Driver:
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
         holding: Holding | None = None,
+        fast_step: FastStep | None = None,
     ) -> None:
         self.machine = machine
         self._transport = transport
@@ -107,7 +109,7 @@ class Driver:
         self._on_census = on_census
         self._on_halt = on_halt
         self._on_stop = on_stop
-        self.stepper = Stepper(machine, holding)
+        self.stepper = Stepper(machine, holding, fast_step)
         self.feed: Callable[[Event], None] = self.stepper.feed
         self.sender = MessageSender(machine, transport, self.stepper)
         self.receiver = MessageReceiver(self.stepper, self.sender)

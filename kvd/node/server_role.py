@@ -80,14 +80,16 @@ class ServerRole:
         )
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
+        machine = ServerRouter(settings, self._session, config.scheduler, config.heartbeat_interval_s)
         self._driver = Driver(
-            ServerRouter(settings, self._session, config.scheduler, config.heartbeat_interval_s),
+            machine,
             transport,
             new_runner=partial(JobRunner, allocate=partial(_memory_of_version, transport)),
             executor=executor,
             on_halt=on_halt,
             on_stop=on_stop,
             holding=transport.holding,
+            fast_step=machine.fast_step,
         )
         return self._driver
 

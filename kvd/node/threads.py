@@ -43,7 +43,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from kvd.core.machine import (
     Complete,
@@ -73,6 +73,8 @@ _ONLY_ON_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Stop, InRun})
 
 logger = logging.getLogger("kvd.node")
 
+FastStep: TypeAlias = Callable[[Event], list[Effect] | None]
+
 
 class Stepper:
     """Steps one machine with the events of all threads, and carries out its effects.
@@ -80,13 +82,16 @@ class Stepper:
     Args:
         machine: only the thread that holds the stepping lock touches it.
         holding: lets answers of a daemon wait until all that belongs to an event is done; None: they do not wait.
+        fast_step: a shorter way for some events, on the loop: it gives their effects, or None and has done nothing.
     """
 
-    def __init__(self, machine: Machine, holding: Holding | None = None) -> None:
+    def __init__(
+        self, machine: Machine, holding: Holding | None = None, fast_step: FastStep | None = None
+    ) -> None:
         self.now: Callable[[], float] = time.monotonic
         """The clock of the machine, in seconds: the loop's, once it has started."""
         self._machine = machine
-        self._fast_step: Callable[[Event], list[Effect] | None] | None = getattr(machine, "fast_step", None)
+        self._fast_step = fast_step
         self._holding = holding
         self._actions: Mapping[type[Any], Callable[[Any], None]] = {}
         self._events: deque[Event] = deque()
