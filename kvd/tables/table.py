@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.compute.halves import in_halves
+from kvd.compute.halves import WORTH_A_THREAD, in_halves
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import Keeping
@@ -76,7 +76,10 @@ class Table:
 
     def read(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids, in this order, into ``out``, of shape (ids, width)."""
-        in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
+        if out.size < WORTH_A_THREAD:
+            self._read(ids, out)
+        else:
+            in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
 
     def _read(self, ids: Ids, out: Array) -> None:
         places, absent = self._index.found(ids)
