@@ -168,13 +168,18 @@ class Table:
             merged = merged.only(mask)
         # The slots of a file may be another optimizer's. If the update fails there are no others: a copy of the table
         # has not made any either.
+        if self._columns.has_slots(slot_widths):
+            return self._changed(merged, update)
         with self._columns.having_slots(slot_widths):
-            seats = self._turnover.begin(merged.ids)
-            try:
-                update(seats.places, seats.of(merged))
-            except BaseException:
-                self._turnover.take_back(seats)
-                raise
+            return self._changed(merged, update)
+
+    def _changed(self, merged: MergedRows, update: Callable[[Places, MergedRows], None]) -> Updated:
+        seats = self._turnover.begin(merged.ids)
+        try:
+            update(seats.places, seats.of(merged))
+        except BaseException:
+            self._turnover.take_back(seats)
+            raise
         return Updated(seats.ids, self._turnover.settle(seats))
 
     def forget_optimizer(self) -> None:

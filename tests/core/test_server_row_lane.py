@@ -83,7 +83,8 @@ def test_from_the_second_step_on_pushes_go_by_the_lane(taken: list[int]) -> None
         assert push(run, 0, clock) == []
         assert pull_rows(run, 0, clock, [1, 2], request=100 + clock) == []
         assert kinds(push(run, 1, clock)) == ["Done", "Done", "Values"]
-    assert len(taken) == 7  # the pulls, and the pushes of two steps
+    assert kinds(pull_rows(run, 1, 3, [1])) == ["Values"]
+    assert len(taken) == 8  # the pulls, and the pushes of two steps
     assert [len(job.contributions) for job in run.applied] == [2, 2, 2]
 
 
@@ -92,7 +93,7 @@ def test_a_large_push_is_told_that_it_is_staged(taken: list[int]) -> None:
     a_step(run, 1)
     assert kinds(push(run, 0, 2, request=50)) == ["Staged"]
     assert kinds(push(run, 1, 2, request=51)) == ["Done", "Done"]
-    assert taken == [50, 51]
+    assert taken[-2:] == [50, 51]
 
 
 def test_tables_in_turn_are_remembered_both(taken: list[int]) -> None:
@@ -133,6 +134,11 @@ def a_peer(number: int) -> Any:
 
 def rows_of_another_size(run: Harness) -> Any:
     return [run.push(0, 3, b"\1" * 9, key="t"), run.push(0, 3, key="t"), push(run, 0, 3), push(run, 1, 3)]
+
+
+def pulls_of_versions_that_are_there(run: Harness) -> Any:
+    """The newest one, the one before, and one that is not kept."""
+    return [[pull_rows(run, rank, clock, [3, 1]) for rank in range(2)] for clock in (2, 1, 0)]
 
 
 def no_rows(run: Harness) -> Any:
@@ -303,6 +309,7 @@ def the_update_fails(run: Harness) -> Any:
 
 
 ODD: list[Callable[[Harness], Any]] = [
+    pulls_of_versions_that_are_there,
     rows_of_another_size,
     no_rows,
     assigned,

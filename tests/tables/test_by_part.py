@@ -113,12 +113,15 @@ def test_compiled_loops_give_what_numpy_gives(
             for module in (by_part, duplicates):
                 patch.setattr(module, "id_loop", lambda name, count: None)
             expected = rows_in_parts(Rows(ids, rows), parts, new_memory), ids_in_parts(ids, parts)
-        for mine, other in zip(found, expected, strict=True):
-            assert mine.ranges == other.ranges
-        assert found[0].data.tobytes() == expected[0].data.tobytes()
-        assert found[1].ids.tobytes() == expected[1].ids.tobytes()
-        assert (found[1].where is None) == (expected[1].where is None)
-        assert found[1].where is None or found[1].where.tolist() == expected[1].where.tolist()
+        (pushed, asked), (same_pushed, same_asked) = found, expected
+        assert pushed.ranges == same_pushed.ranges
+        assert pushed.data.tobytes() == same_pushed.data.tobytes()
+        assert asked.ranges == same_asked.ranges
+        assert asked.ids.tobytes() == same_asked.ids.tobytes()
+        if asked.where is None or same_asked.where is None:
+            assert asked.where is same_asked.where
+        else:
+            assert asked.where.tolist() == same_asked.where.tolist()
 
 
 @pytest.mark.usefixtures("compiled")

@@ -26,8 +26,9 @@ from kvd.core.server.progress import PushRequest
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
+from kvd.core.server.targets import PushTarget
 from kvd.core.server.waiting import Waiters
-from kvd.protocol.messages import ADD, PullRows, Push, Staged
+from kvd.protocol.messages import ADD, ANY_CLOCK, PullRows, Push, Staged
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES, ROW_ID_BYTES
 
 MAX_REMEMBERED = 1 << 12  # parts of tables, of all workers; one more, and all are forgotten
@@ -177,21 +178,25 @@ class RowLane:
         return True
 
     def _take_pull(self, usual: UsualRows, event: Received, pull: PullRows) -> bool:
-        """Lets the pull wait for a version that is not there yet. False: nothing was done."""
+        """Lets the pull wait for its version, or has its rows read if that is there. False: nothing was done."""
         slice_, rank, part = usual.slice, usual.rank, pull.part
         num_rows, rest = divmod(event.nbytes, ROW_ID_BYTES)
+        waits = slice_.log.committed_clock(rank) < part.clock
         if not (
             event.peer == usual.peer
             and part.creation == slice_.creation
-            and part.clock > slice_.log.committed_clock(rank)
+            and part.clock != ANY_CLOCK
             and not rest
             and num_rows * slice_.spec.row_nbytes <= MAX_PAYLOAD_BYTES
             and self._stillness.of(slice_.group)
             and self._waiters.pending.may_open(event.peer, event.sender, pull.request)
-            and not self._memory.ids_error(slice_.key, event.nbytes)
+            and not (waits and self._memory.ids_error(slice_.key, event.nbytes))
         ):
             return False
         ids = Span(event.payload, 0, event.nbytes)
         pending = Pending(event.peer, event.sender, pull.request, False, True, 1, row_ids=ids)
-        self._waiters.wait_for_round(pending, slice_.group, rank, part.clock)
+        if waits:
+            self._waiters.wait_for_round(pending, slice_.group, rank, part.clock)
+        else:
+            self._waiters.wait(pending, rank, [PushTarget(slice_.group, slice_, part.clock, event.nbytes)])
         return True
