@@ -36,10 +36,10 @@ from kvd.transport.frames import (
 )
 from kvd.transport.holding import Holding
 from kvd.transport.incoming import Frame, Incoming
-from kvd.transport.leases import SMALL_PIECE_BYTES, Leases, SharedPayload, payload_nbytes
+from kvd.transport.leases import Leases, SharedPayload, payload_nbytes
 from kvd.transport.link_proof import Medium, Proven
 from kvd.transport.offered import MapBudget, close_refused
-from kvd.transport.outgoing import Outgoing, PlainWriter
+from kvd.transport.outgoing import Outgoing, PlainWriter, gathered
 from kvd.transport.plain_stream import PlainIncoming
 from kvd.transport.remote_segments import LinkSocket, RemoteSegments
 from kvd.transport.sealed_stream import SealedIncoming, SealedWriter
@@ -198,11 +198,9 @@ class Link:
             return False
         shared = self._leases.share(payload, nbytes)
         if shared is None:
-            pieces = padded(pieces_of(payload))
-            if len(pieces) > 1 and nbytes <= len(pieces) * SMALL_PIECE_BYTES:
-                pieces = [b"".join(pieces)]
+            pieces = gathered(padded(pieces_of(payload)))
             with self._lock:
-                return self._push_frame(INLINE, header, (), nbytes) and all(map(self._push, pieces))
+                return self._push_frame(INLINE, header, pieces, nbytes)
         with self._lock:
             return self.is_up and self._announce(shared.segment) and self._send_reference(shared, header, nbytes)
 
@@ -276,18 +274,26 @@ class Link:
             prefix = prefix_of(kind, len(gone), len(header), nbytes, segment, offset) + pack_numbers(gone)
         else:
             prefix = prefix_of(kind, 0, len(header), nbytes, segment, offset)
-        return self._push(b"".join((prefix, header, *pieces)), descriptor, nbytes > 0 and not pieces, waits)
+        if nbytes > INLINE_BELOW_BYTES and pieces:
+            return self._push_large(b"".join((prefix, header)), pieces)
+        return self._push(b"".join((prefix, header, *pieces)), descriptor, waits)
 
-    def _push(
-        self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False, waits: bool = False
-    ) -> bool:
+    def _push_large(self, head: bytes, pieces: Sequence[bytes | memoryview]) -> bool:
+        try:
+            self._out.push_all([head, *pieces])
+        except OSError as error:
+            self._broken(error)
+            return False
+        return True
+
+    def _push(self, data: bytes, descriptor: int | None = None, waits: bool = False) -> bool:
         if not self.is_up:
             return False
         try:
             if waits:
                 self._out.hold(data)
             else:
-                self._out.push(data, descriptor, more)
+                self._out.push(data, descriptor)
         except OSError as error:
             self._broken(error)
             return False

@@ -7,6 +7,7 @@ which is opened right where it belongs. Sealing is the only copy that a sender m
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -60,6 +61,16 @@ class SealedWriter:
             taken += len(part)
             goes_on = more or taken < len(view)
             self._send(_MORE if goes_on and taken < WRITE_BYTES else FLAGS)
+        return taken
+
+    def write_all(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """Seals as many of the pieces as the socket has room for, up to `WRITE_BYTES` of each."""
+        taken = 0
+        for place, piece in enumerate(pieces, 1):
+            written = self.write(piece, None, place < len(pieces))
+            taken += written
+            if written < len(piece) or self.has_unsent:
+                break
         return taken
 
     def flush(self) -> None:

@@ -106,6 +106,20 @@ def test_pieces_of_all_sizes_arrive_padded(keys: Curve | None) -> None:
     with_pair(program, keys)
 
 
+def test_a_list_of_many_pieces_arrives(keys: Curve | None) -> None:
+    """More of them than one system call takes, small ones beside large ones."""
+
+    async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
+        pieces = [pattern(8 * ((number * 37) % 90 or 9000), number) for number in range(2500)]
+        for _ in range(3):
+            assert client.send(incarnation, b"h", *pieces)
+        await eventually(lambda: len(server.messages) == 3)
+        wanted = b"".join(piece.tobytes() for piece in pieces)
+        assert [bytes(body or b"") for _, _, body in server.messages] == [wanted] * 3
+
+    with_pair(program, keys)
+
+
 def test_many_messages_in_both_directions_over_many_keys(monkeypatch: pytest.MonkeyPatch, keys: Curve | None) -> None:
     monkeypatch.setattr("kvd.transport.sealing.Sealer.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0})
     monkeypatch.setattr("kvd.transport.sealing.Opener.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0})
