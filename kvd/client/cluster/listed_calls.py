@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, eq, is_
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,9 @@ class ArrayForms:
 
     def _are_alike(self, arrays: Sequence[Any]) -> bool:
         return (
-            all(map(is_, map(type, arrays), repeat(np.ndarray)))
-            and all(map(is_, map(_dtype, arrays), self._dtypes))
-            and all(map(eq, map(_shape, arrays), self._shapes))
+            list(map(type, arrays)).count(np.ndarray) == len(self._dtypes)
+            and list(map(_dtype, arrays)) == self._dtypes
+            and list(map(_shape, arrays)) == self._shapes
         )
 
 
