@@ -26,6 +26,7 @@ from kvd.core.machine import (
     Effect,
     Event,
     ForgetState,
+    Gathered,
     Halt,
     InRun,
     Job,
@@ -39,6 +40,7 @@ from kvd.core.machine import (
     ReadRows,
     Received,
     ResetState,
+    Scatter,
     Send,
     Stop,
     Tick,
@@ -49,6 +51,7 @@ from kvd.errors import NotAllowed
 from kvd.node.decoding import CodedSlice, arrived
 from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner
+from kvd.node.whole_buffers import joined, scatter
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded
@@ -140,6 +143,7 @@ class Shell:
             DropRun: _drop_run,
             Persist: self._persist,
             Copy: self._copy,
+            Scatter: self._scatter,
             Census: lambda process, effect: clock.after(
                 0.0, lambda: self.feed(process, process.calls.waiting.census())
             ),
@@ -218,7 +222,8 @@ class Shell:
 
     def _send(self, process: Process, effect: Send, run: int, epoch: Epoch) -> None:
         payload: bytearray | None = None
-        for buffer, offset, nbytes in effect.payload:
+        for span in effect.payload:
+            buffer, offset, nbytes = joined(span) if isinstance(span.buffer, Gathered) else span
             if payload is None:
                 payload = bytearray()
             payload.extend(bytes(padded(len(payload)) - len(payload)))
@@ -308,6 +313,11 @@ class Shell:
         if not all(process.calls.may_write(target) for target in effect.targets if target is not None):
             self._trace.fail(f"{process.name}: a Copy into memory that no open call named")
         copy_rows(effect)
+
+    def _scatter(self, process: Process, effect: Scatter) -> None:
+        if not all(map(process.calls.may_write, effect.targets)):
+            self._trace.fail(f"{process.name}: a Scatter into memory that no open call named")
+        scatter(effect)
 
     def _stop(self, process: Process, effect: Stop) -> None:
         process.alive = False

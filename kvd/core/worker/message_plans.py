@@ -53,6 +53,8 @@ class MessagePlans:
         self._batches = batches
         self._plans: dict[tuple[tuple[WorkerKey | None, ...], tuple[int, ...]], list[MessagePlan]] = {}
         self._last_batch = 0
+        self.changes = 0
+        """Grows when plans are forgotten: those that were taken before must be asked for again."""
 
     def of(self, keys: Sequence[WorkerKey], without: tuple[int, ...] = ()) -> list[MessagePlan]:
         """The plans of a call on these keys: worked out once, and kept for the next call on the same keys.
@@ -64,7 +66,7 @@ class MessagePlans:
         plans = self._plans.get(call)
         if plans is None:
             if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
+                self.clear()
             plans = self._plans[call] = plan_messages(keys, self._view.settings.slice_bytes, without=without)
         return plans
 
@@ -75,6 +77,7 @@ class MessagePlans:
     def clear(self) -> None:
         """A key was placed: plans from before may name the wrong partitions."""
         self._plans.clear()
+        self.changes += 1
 
     def use(self, plan: MessagePlan, *, is_push: bool) -> bool:
         """Counts a use of the plan, and says whether its message names a batch.
