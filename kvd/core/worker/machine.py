@@ -95,7 +95,7 @@ class WorkerMachine:
         self._control = ControlCalls(calls, pushes, asker, outbox, servers, taking_part, resting, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left, taking_part)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
-        plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
+        plans = MessagePlans(view, settings.credit_bytes, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, steps, emit, self._wake)
         directory = KeyDirectory(
             session, servers, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
