@@ -349,17 +349,22 @@ class Apply(NamedTuple):
 
 
 class ReadRows(NamedTuple):
-    """Read rows of a part of a table at a version. Its JobDone has a span with the rows, in the order of the ids.
+    """Read rows of a part of a table at a version, for several who want some. Its JobDone has a tuple, for each of them
+    a span with the rows in the order of the ids, or the KvdError of what cannot be read.
 
     Attributes:
-        ids: int64, each ≥ 0.
+        ids: of each of them, int64.
     """
 
     job: int
     key: str
     slice_index: int
     version: TableVersion
-    ids: Span
+    ids: tuple[Span, ...]
+
+    @property
+    def ids_nbytes(self) -> int:
+        return sum([span.nbytes for span in self.ids])
 
 
 class ListRows(NamedTuple):
