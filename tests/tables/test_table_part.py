@@ -173,7 +173,7 @@ def test_large_updates_and_reads_on_two_processors_have_the_same_bits(monkeypatc
 
     for module in (halves, row_index, table):
         monkeypatch.setattr(module, "WORTH_A_THREAD", 1)
-    monkeypatch.setattr(halves, "_processors", lambda: 2)
+    monkeypatch.setattr(halves, "processors", lambda: 2)
     monkeypatch.setattr(threading.Thread, "start", noted)
     assert bits_of_rounds(Adagrad(0.1), "mean", 2) == alone
     assert "kvd-half" in started
