@@ -166,7 +166,7 @@ class Shell:
         self._trace.record(f"{process.name} {type(event).__name__}")
         effects = process.machine.step(event, self._clock.now + process.timer.ahead_s)
         self._validate(process)
-        for effect, run, epoch in _by_run(process.machine, effects):
+        for effect, run, epoch in by_run(process.machine, effects):
             if process.doom is not None and self._dies_now(process, process.doom):
                 return
             if isinstance(effect, Send):
@@ -351,7 +351,7 @@ def _drop_run(process: Process, effect: DropRun) -> None:
     process.runners.pop(effect.run, None)
 
 
-def _by_run(machine: Machine, effects: Iterable[Effect]) -> Iterator[tuple[OfOneRun, int, Epoch]]:
+def by_run(machine: Machine, effects: Iterable[Effect]) -> Iterator[tuple[OfOneRun, int, Epoch]]:
     """Each effect with its run, and the epoch of that run's view."""
     for effect in effects:
         if isinstance(effect, InRun):
