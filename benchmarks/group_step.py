@@ -80,13 +80,15 @@ WORK = {
 
 
 class Figures(NamedTuple):
-    """Medians over the rounds: seconds per step of both, and their ratio."""
+    """Medians over the rounds: seconds per step of both, and their ratio, that with its least and its largest."""
 
     work: str
     kind: str
     bare_s: float
     group_s: float
     ratio: float
+    ratio_min: float
+    ratio_max: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,12 +126,15 @@ def measure(name: str, work: Work, kind: str, devices: list[str], rounds: int, s
     for side in (bare, grouped):
         _seconds(side, 3)
     times = [(_seconds(bare, steps), _seconds(grouped, steps)) for _ in range(rounds)]
+    ratios = [second / first for first, second in times]
     return Figures(
         name,
         kind,
         statistics.median(first for first, _ in times),
         statistics.median(second for _, second in times),
-        statistics.median(second / first for first, second in times),
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
     )
 
 
@@ -172,7 +177,7 @@ def _seconds(step: Callable[[], Any], count: int) -> float:
 
 def _show(figures: Sequence[Figures], devices: Sequence[str]) -> None:
     table = Table(title=f"{len(devices)} × {devices[0]}, {torch.get_num_threads()} threads")
-    for column in ("model", "as", "torch, ms", "group, ms", "ratio"):
+    for column in ("model", "as", "torch, ms", "group, ms", "ratio", "min to max"):
         table.add_column(column, justify="left" if column in ("model", "as") else "right")
     for entry in figures:
         table.add_row(
@@ -181,6 +186,7 @@ def _show(figures: Sequence[Figures], devices: Sequence[str]) -> None:
             f"{entry.bare_s * 1e3:.2f}",
             f"{entry.group_s * 1e3:.2f}",
             f"{entry.ratio:.3f}",
+            f"{entry.ratio_min:.3f} to {entry.ratio_max:.3f}",
         )
     Console().print(table)
 

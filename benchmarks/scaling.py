@@ -81,8 +81,9 @@ class Memory:
         ] = {}  # of the largest model so far: its bytes, the ratio
 
     def learn(self, system: System, point: Point, outcome: Outcome) -> None:
-        """Record the peaks of all processes of a start, if it reports them."""
-        taken = sum(role.get("peak_bytes", 0) for role in outcome.roles)
+        """Record what all processes of a start took, if it reports it: shared memory once, if it says how much that
+        was; otherwise their peaks, in which it counts in every process that has mapped it."""
+        taken = sum(role.get("share_bytes", role.get("peak_bytes", 0)) for role in outcome.roles)
         key = (system.name, point.workers)
         if taken and point.nbytes >= self._per_byte.get(key, (0, 0.0))[0]:
             self._per_byte[key] = (point.nbytes, taken / point.nbytes)

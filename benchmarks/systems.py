@@ -132,15 +132,16 @@ KVD_WAYS: Final = {
     "tcp": (f"{KVD} tcp", ("--transport", "tcp")),
     "sealed": (f"{KVD} sealed", ("--transport", "tcp", "--tcp-links", "always")),
     "curve": (f"{KVD} curve", ("--transport", "tcp", "--tcp-links", "off")),
-    "insecure": (f"{KVD} insecure", ("--transport", "tcp", "--insecure")),
+    "insecure": (f"{KVD} insecure", ("--transport", "tcp", "--tcp-links", "always", "--insecure")),
+    "zmq": (f"{KVD} zmq", ("--transport", "tcp", "--tcp-links", "off", "--insecure")),
     "ipc": (f"{KVD} ipc", ("--transport", "ipc")),
     "bound": (f"{KVD} bound", ("--transport", "auto", "--bound")),
     "copy-free": (f"{KVD} copy-free", ("--transport", "auto", "--copy-free")),
     "bound-copy-free": (f"{KVD} bound copy-free", ("--transport", "auto", "--bound", "--copy-free")),
 }
 """Ways to run kvd → the name of the system and the flags of `kvd bench`: its defaults (shared memory on one host), TCP
-or ipc sockets alone, TCP as between hosts in its three forms (encrypted links, ZeroMQ's encryption alone, none), and
-its defaults with gradients in the arrays of `kv.bind`, with values by `copy=False`, and with both."""
+or ipc sockets alone, TCP as between hosts in its four forms (links and ZeroMQ alone, encrypted and not), and its
+defaults with gradients in the arrays of `kv.bind`, with values by `copy=False`, and with both."""
 
 
 def kvd_systems(ways: Iterable[str], modes: tuple[str, ...]) -> tuple[list[System], list[str]]:

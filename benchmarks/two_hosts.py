@@ -4,7 +4,8 @@ Two network namespaces stand for two hosts, joined by a pair of virtual interfac
 one, a server in the other. The workers push and pull all tensors of ResNet-50, or of another work of `kvd bench`, again
 and again, and compute nothing. Each round measures every kind of connection in turn, so that all see the same machine:
 
-- ``insecure``: ZeroMQ over TCP, not encrypted
+- ``insecure``: links over TCP, not encrypted
+- ``zmq``: ZeroMQ over TCP, not encrypted
 - ``sealed``: encrypted links over TCP (the extra ``crypto``)
 - ``curve``: ZeroMQ's own encryption, without such links
 """
@@ -34,6 +35,7 @@ from kvd_cli.bench_work import WORK
 
 KINDS: Final[Mapping[str, Mapping[str, str]]] = {
     "insecure": {"KVD_INSECURE": "1"},
+    "zmq": {"KVD_INSECURE": "1", "KVD_TCP_LINKS": "off"},
     "sealed": {"KVD_TCP_LINKS": "auto"},
     "curve": {"KVD_TCP_LINKS": "off"},
 }
@@ -99,7 +101,7 @@ def times_s(hosts: Hosts, kind: str, work: str, steps: int, folder: Path) -> lis
     """The times of rank 0's steps, in seconds, in a cluster of its own."""
     scheduler = f"tcp://{hosts.here}:9191"
     settings = {"KVD_SCHEDULER": scheduler, "KVD_NUM_WORKERS": str(WORKERS), "KVD_NUM_SERVERS": "1", **KINDS[kind]}
-    if kind != "insecure":
+    if "KVD_INSECURE" not in settings:
         settings["KVD_KEYFILE"] = str(folder / "key")
     environment = child_environment(
         {**settings, "KVD_LOG_LEVEL": "warning", "KVD_RUN": f"{kind} {os.urandom(8).hex()}"}

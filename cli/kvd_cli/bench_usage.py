@@ -31,6 +31,17 @@ def usage_of(pid: int | str) -> Usage | None:
     return Usage(peaks[0], _cpu_s(stat))
 
 
+def share_bytes_of(pid: int | str) -> int | None:
+    """The memory of a process (or of ``"self"``) now, to which memory that several processes have mapped adds each
+    one's part; None if it is gone or cannot be read. It takes milliseconds, in which the process may have to wait."""
+    try:
+        rollup = (Path("/proc") / str(pid) / "smaps_rollup").read_text(errors="replace")
+    except OSError:
+        return None
+    shares = [int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")]
+    return shares[0] if shares else None
+
+
 def cpu_s_of(pids: Iterable[int | str]) -> float | None:
     """The processor time of all these processes together, since their starts; None if one is gone."""
     try:

@@ -24,7 +24,7 @@ from kvd.client.cluster.observer import Observer
 from kvd.config import load
 from kvd_cli.bench_counting import CountFailed, allow_tracing
 from kvd_cli.bench_counts import Counts, Neighbours
-from kvd_cli.bench_usage import cpu_s_of, usage_of
+from kvd_cli.bench_usage import cpu_s_of, share_bytes_of, usage_of
 from kvd_cli.bench_work import (
     COUNTS_FILE,
     IN_FLIGHT,
@@ -58,6 +58,7 @@ class Bench:
         self._kv = kv
         self._task = task
         self._folder = Path(task.folder)
+        self._shares: dict[tuple[str, int], int] = {}  # the most memory of a role and rank, shared memory in parts
 
     def run(self) -> None:
         """Do all works."""
@@ -70,6 +71,8 @@ class Bench:
         usage = usage_of("self")
         if usage is not None:
             self._write(ROLES_FILE, {"role": "worker", "rank": self._kv.rank, **usage._asdict()})
+        for (role, rank), share_bytes in self._shares.items():
+            self._write(ROLES_FILE, {"role": role, "rank": rank, "share_bytes": share_bytes})
         if self._kv.rank != 0:
             return
         visitor = dataclasses.replace(load().config, node_id="", preferred_rank=None)
@@ -147,10 +150,20 @@ class Bench:
                 row["servers_cpu_s"] = servers_end_s - servers_s
             self._write(ROWS_FILE, row)
         self._kv.barrier()
+        self._look_at_memory()
         if self._task.counts:
             neighbours = Neighbours(self._kv.rank, self._servers(), self._folder, self._kv.barrier)
             for line in Counts(neighbours, iterate, count).take():
                 self._write(COUNTS_FILE, {"name": name, **line})
+
+    def _look_at_memory(self) -> None:
+        """Note what this process takes while it has the values of a work; rank 0 also looks at the servers."""
+        processes: list[tuple[str, int, int | str]] = [("worker", self._kv.rank, "self")]
+        processes += [("server", number, pid) for number, pid in enumerate(self._servers())]
+        for role, rank, pid in processes:
+            share_bytes = share_bytes_of(pid)
+            if share_bytes is not None:
+                self._shares[role, rank] = max(share_bytes, self._shares.get((role, rank), 0))
 
     def _servers_cpu_s(self) -> float | None:
         """On rank 0, the processor time of all servers so far; None on other ranks, or if it is unknown."""

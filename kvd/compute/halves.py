@@ -17,7 +17,7 @@ def in_halves(work: Callable[[slice], None], count: int, elements: int) -> None:
     What it does must be the same in any order, and release the GIL for most of its time. Raises what it raises, after
     both have ended.
     """
-    if elements < WORTH_A_THREAD or count < 2 or _processors() < 2:
+    if elements < WORTH_A_THREAD or count < 2 or processors() < 2:
         work(slice(0, count))
         return
     errors: list[BaseException] = []
@@ -42,6 +42,6 @@ def in_halves(work: Callable[[slice], None], count: int, elements: int) -> None:
         raise errors[0]
 
 
-def _processors() -> int:
+def processors() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,17 +20,32 @@ _FREE = -1  # a slot of `kvd.tables.row_index` that no id has
 _AHEAD = 12  # look-ups that are on their way while one is made
 _DIGIT_BITS = 11
 _DIGITS = 1 << _DIGIT_BITS
+_SALT = 0xD1B54A32D192ED03  # of `kvd.tables.parts`
+
+
+def _mix_of(bits: Any) -> Any:
+    """`kvd.tables.counted_bits.mix`."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+_mix = _njit(nogil=True)(_mix_of)
 
 
 def _home_of(row: Any, mask: Any) -> Any:
-    """The slot at which the search for an id begins: `kvd.tables.counted_bits.mix`, cut off."""
-    bits = np.uint64(row)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((bits ^ (bits >> np.uint64(31))) & np.uint64(mask))
+    """The slot at which the search for an id begins."""
+    return np.int64(_mix(np.uint64(row)) & np.uint64(mask))
+
+
+def _part_of(row: Any, parts: Any) -> Any:
+    """`kvd.tables.parts.parts_of`."""
+    high = _mix(np.uint64(row) ^ np.uint64(_SALT)) >> np.uint64(32)
+    return np.int64((high * np.uint64(parts)) >> np.uint64(32))
 
 
 _home = _njit(nogil=True)(_home_of)
+_part = _njit(nogil=True)(_part_of)
 
 
 def find_ids(ids: Any, slot_ids: Any, slot_places: Any, found: Any) -> Any:
@@ -123,6 +138,68 @@ def merge_ids(first: Any, second: Any, ids: Any, left: Any, right: Any) -> Any:
     return n
 
 
+def are_ascending(ids: Any) -> bool:
+    """Whether each id is larger than the one before."""
+    wrong = np.int64(0)
+    for k in range(1, ids.size):
+        wrong += ids[k] <= ids[k - 1]
+    return bool(wrong == 0)
+
+
+def count_ids(ids: Any) -> int:
+    """How many ids, which are ≥ 0, differ."""
+    slots = 2
+    while slots < 2 * ids.size:
+        slots *= 2
+    seen, mask, distinct = np.full(slots, _FREE), slots - 1, 0
+    for k in range(ids.size):
+        at = _home(ids[k], mask)
+        while seen[at] != ids[k] and seen[at] != _FREE:
+            at = (at + 1) & mask
+        distinct += seen[at] == _FREE
+        seen[at] = ids[k]
+    return distinct
+
+
+def split_ids(ids: Any, by_part: Any, where: Any, ends: Any) -> None:
+    """The ids in the order of their parts, those of a part in the order in which they came, and where each of them is;
+    and where each part ends."""
+    part_of = np.empty(ids.size, np.int64)
+    next_of = np.zeros(ends.size, np.int64)
+    for k in range(ids.size):
+        part_of[k] = _part(ids[k], ends.size)
+        next_of[part_of[k]] += 1
+    total = 0
+    for part in range(ends.size):
+        count = next_of[part]
+        next_of[part] = total
+        total += count
+        ends[part] = total
+    for k in range(ids.size):
+        at = next_of[part_of[k]]
+        next_of[part_of[k]] = at + 1
+        by_part[at], where[k] = ids[k], at
+
+
+def part_ids(ordered: Any, order: Any, by_part: Any, order_by_part: Any, ends: Any, distinct_ends: Any) -> None:
+    """An ascending list in the order of the parts, with the numbers beside it; where each part ends, and where it ended
+    if each id were there once."""
+    where = np.empty(ordered.size, np.int64)
+    split_ids_(ordered, by_part, where, ends)
+    distinct = np.zeros(ends.size, np.int64)
+    for k in range(ordered.size):
+        order_by_part[where[k]] = order[k]
+        if k == 0 or ordered[k] != ordered[k - 1]:
+            distinct[_part(ordered[k], ends.size)] += 1
+    total = 0
+    for part in range(ends.size):
+        total += distinct[part]
+        distinct_ends[part] = total
+
+
+split_ids_ = _njit(nogil=True)(split_ids)
+
+
 def _array(dtype: Any, readonly: bool) -> Any:
     return types.Array(dtype, 1, "C", readonly=readonly, aligned=False)
 
@@ -130,10 +207,14 @@ def _array(dtype: Any, readonly: bool) -> Any:
 _GIVEN, _MADE = _array(types.int64, readonly=True), _array(types.int64, readonly=False)
 _PLACES_GIVEN, _PLACES_MADE = _array(types.int32, readonly=True), _array(types.int32, readonly=False)
 
-LOOPS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+LOOPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "find_ids": (find_ids, (_GIVEN, _GIVEN, _PLACES_GIVEN, _MADE)),
     "put_ids": (put_ids, (_GIVEN, _GIVEN, _MADE, _PLACES_MADE)),
     "sort_ids": (sort_ids, (_GIVEN, _MADE, _MADE)),
     "merge_ids": (merge_ids, (_GIVEN, _GIVEN, _MADE, _MADE, _MADE)),
+    "are_ascending": (are_ascending, (_GIVEN,)),
+    "count_ids": (count_ids, (_GIVEN,)),
+    "split_ids": (split_ids, (_GIVEN, _MADE, _MADE, _MADE)),
+    "part_ids": (part_ids, (_GIVEN, _GIVEN, _MADE, _MADE, _MADE, _MADE)),
 }
 """Each with the types of its arguments."""

@@ -30,7 +30,7 @@ ROW_LOOPS = frozenset({"sgd", "sgd_momentum", "adam", "adagrad"})
 MERGE_LOOPS = ("take_rows", "add_rows", "join_rows")
 """The compiled loops that merge rows, whatever is done with them."""
 
-ID_LOOPS = ("find_ids", "put_ids", "sort_ids", "merge_ids")
+ID_LOOPS = ("find_ids", "put_ids", "sort_ids", "merge_ids", "are_ascending", "count_ids", "split_ids", "part_ids")
 """The compiled loops on row ids."""
 
 

@@ -90,6 +90,18 @@ class Span(NamedTuple):
     nbytes: int
 
 
+class Gathered(NamedTuple):
+    """Whole buffers that lie one after the other where a span names this in place of a buffer.
+
+    Attributes:
+        buffers: contiguous, in their order.
+        gaps: zeros after each of them; None: there are none.
+    """
+
+    buffers: Sequence[Buffer]
+    gaps: Sequence[bytes] | None = None
+
+
 class ScatterList(NamedTuple):
     """Bytes that lie in several buffers. In the concatenation, each span starts at a multiple of 8."""
 
@@ -349,17 +361,22 @@ class Apply(NamedTuple):
 
 
 class ReadRows(NamedTuple):
-    """Read rows of a part of a table at a version. Its JobDone has a span with the rows, in the order of the ids.
+    """Read rows of a part of a table at a version, for several who want some. Its JobDone has a tuple, for each of them
+    a span with the rows in the order of the ids, or the KvdError of what cannot be read.
 
     Attributes:
-        ids: int64, each ≥ 0.
+        ids: of each of them, int64.
     """
 
     job: int
     key: str
     slice_index: int
     version: TableVersion
-    ids: Span
+    ids: tuple[Span, ...]
+
+    @property
+    def ids_nbytes(self) -> int:
+        return sum([span.nbytes for span in self.ids])
 
 
 class ListRows(NamedTuple):
@@ -532,6 +549,21 @@ class Copy(NamedTuple):
     rows: tuple[Row, ...]
 
 
+class Scatter(NamedTuple):
+    """Copy received bytes into whole buffers that a local call named, one after the other.
+
+    Attributes:
+        targets: contiguous, each of which takes as many bytes as it has.
+        nbytes: of each of them.
+        gaps: bytes after each of them that go nowhere; None: there are none.
+    """
+
+    source: Buffer
+    targets: Sequence[Buffer]
+    nbytes: Sequence[int]
+    gaps: Sequence[bytes] | None = None
+
+
 class Census(NamedTuple):
     """Look which of the program's threads wait inside the store; then comes CensusTaken."""
 
@@ -573,7 +605,7 @@ class LogEntry(NamedTuple):
 Job: TypeAlias = (
     Create | Apply | ReadRows | ListRows | ReadPart | KeepRows | ReadStored | LoadRows | Export | Checksums | Load | Run
 )
-Local: TypeAlias = Copy | Census | Complete | Halt | Stop | DropRun | LogEntry
+Local: TypeAlias = Copy | Scatter | Census | Complete | Halt | Stop | DropRun | LogEntry
 OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
 
 

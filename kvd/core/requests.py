@@ -1,11 +1,14 @@
-"""What a program can ask of its worker machine (`LocalCall.request`), and the result of each call."""
+"""What a program can ask of its worker machine (`LocalCall.request`), and the result of each call.
+
+Over 400 lines because all requests are listed here, and nowhere else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvd.protocol.messages import Captured, CaptureWhen, Departure, MergedForm, SliceId, Surveyed
 from kvd.protocol.specs import KeySpec
@@ -44,6 +47,44 @@ class Item(NamedTuple):
     encoded: Encoded | None = None
     ranges: tuple[tuple[int, int], ...] | None = None
     pages: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+
+class ListedKeys:
+    """The keys of a list that calls repeat, and the specs of its values. Calls on the same object are calls on the same
+    list.
+
+    Attributes:
+        names: each once.
+        specs: one per name.
+    """
+
+    __slots__ = ("names", "specs")
+
+    def __init__(self, names: Sequence[str], specs: Sequence[KeySpec]) -> None:
+        self.names = tuple(names)
+        self.specs = tuple(specs)
+
+
+class Listed(Protocol):
+    """What one call brings for the keys of a list, told as a whole in place of an item for each.
+
+    Attributes:
+        keys: the list.
+        sources: the values that are pushed, one per key: whole, contiguous buffers. None: nothing is pushed.
+        targets: the same for those that are pulled.
+    """
+
+    @property
+    def keys(self) -> ListedKeys: ...
+
+    @property
+    def sources(self) -> Sequence[Any] | None: ...
+
+    @property
+    def targets(self) -> Sequence[Any] | None: ...
+
+    def items(self) -> tuple[Item, ...]:
+        """The same as items. Any thread may ask, and gets the same objects each time."""
 
 
 class Versions(NamedTuple):
@@ -117,6 +158,17 @@ class Transfer:
     some_rows: bool = False  # some items are rows of tables
     takes: TakenForm | None = None  # without a push
     finds: Callable[[Sequence[KeySpec]], None] | None = None  # gets the specs of the keys, one per item, as it starts
+
+
+class ListTransfer(NamedTuple):
+    """A Transfer on the keys of a list; in place of items it has these."""
+
+    listed: Listed
+    transfer: Transfer
+
+    def in_full(self) -> Transfer:
+        """The same call with items."""
+        return replace(self.transfer, items=self.listed.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +428,7 @@ Request: TypeAlias = (
     | DeleteKeys
     | DescribeKey
     | Transfer
+    | ListTransfer
     | Survey
     | Read
     | StopReading

@@ -57,7 +57,7 @@ class Background:
     def run_job(self, job: Job, run: int) -> None:
         """Runs a job of this run."""
         runner = self._runners.get(run) or self._runner(run)
-        if self._holding is not None and not (type(job) is ReadRows and job.ids.nbytes <= FEW_IDS_NBYTES):
+        if self._holding is not None and not (type(job) is ReadRows and job.ids_nbytes <= FEW_IDS_NBYTES):
             self._holding.pass_on()
         if self._executor is None or not isinstance(job, Run):
             self._stepper.queue(runner.run(job, run))

@@ -41,6 +41,7 @@ from kvd.core.machine import (
     ReadStored,
     ResetState,
     Run,
+    Scatter,
     Send,
     Span,
     Stop,
@@ -53,6 +54,7 @@ from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
 from kvd.node.sending import MessageSender
 from kvd.node.threads import FastStep, Stepper, report_failed_effect
+from kvd.node.whole_buffers import scatter
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 from kvd.transport.holding import Holding
@@ -137,6 +139,7 @@ class Driver:
             DropRun: self._background.drop_run,
             Persist: self._background.save_record,
             Copy: copy_rows,
+            Scatter: scatter,
             Census: self._census,
             Complete: self._complete,
             Halt: self._halt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from kvd.core.machine import Span
@@ -24,6 +25,20 @@ class ReassemblyBuffer:
     def parts(self) -> Sequence[tuple[int, Span]]:
         """What was added."""
         return self._parts
+
+    def whole(self) -> Span | None:
+        """All that was added as one span, if it lies in one buffer as in the value: side by side, in order."""
+        parts = self._parts
+        if len(parts) < 2:
+            return parts[0][1] if parts else None
+        parts = sorted(parts, key=itemgetter(0))
+        begin, first = parts[0]
+        end = begin
+        for offset, span in parts:
+            if span.buffer is not first.buffer or offset != end or span.offset - first.offset != offset - begin:
+                return None
+            end += span.nbytes
+        return first._replace(nbytes=end - begin)
 
     def move_to(self, target: Any) -> None:
         """Copy all bytes into the target, a contiguous writable buffer, and forget them."""

@@ -7,9 +7,10 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from kvd.core.machine import Machine, Peer, PeerKind, PeerPath, Received, Send, Span
+from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, Span
 from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
+from kvd.node.whole_buffers import joined
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import (
@@ -57,6 +58,8 @@ class MessageSender:
         """Sends a message of this run, whose view has this epoch. One that cannot be encoded is refused to this node's
         own machine, whose call fails now instead of at its deadline."""
         payload = effect.payload
+        if payload and type(payload[0].buffer) is Gathered:
+            payload = (joined(payload[0]),)
         if payload and (payload[0].nbytes if len(payload) == 1 else payload_nbytes(payload)) > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
             self.send(

@@ -22,7 +22,7 @@ from kvd.core.machine import (
     Span,
     TableVersion,
 )
-from kvd.errors import NotAllowed, ProtocolError
+from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.protocol.messages import ALL_ROWS, STATE_OF_ROWS
 from kvd.tables.copies import PartReader, PartWriter, checksum_of
 from kvd.tables.part import TablePart
@@ -33,6 +33,9 @@ from kvd.tables.table import Table
 from kvd.tables.wire import table_of_spec
 
 Array: TypeAlias = np.ndarray[Any, Any]
+
+_INT64: np.dtype[np.int64] = np.dtype(np.int64)
+_UINT8: np.dtype[np.uint8] = np.dtype(np.uint8)
 
 
 class TableParts:
@@ -84,7 +87,7 @@ class TableParts:
         optimizer: Any = job.optimizer
         mode: Any = job.merge
         given = [
-            part.pushed(self._view(each.span, np.dtype(np.uint8)), each.samples)
+            part.pushed(self._view(each.span, _UINT8), each.samples)
             for each in job.contributions
             if each.span is not None
         ]
@@ -105,10 +108,18 @@ class TableParts:
             text = f"row {int(ids[at])} of table {key!r} is in part {int(found[at])}, not in {index}"
             raise ProtocolError(f"{text}: all nodes have to run the same release of kvd")
 
-    def read(self, job: ReadRows) -> Span:
-        """The rows that a worker wants."""
+    def read(self, job: ReadRows) -> tuple[Span | KvdError, ...]:
+        """The rows that workers want, or why one of them cannot have them."""
         part = self._part(job.key, job.slice_index)
-        rows = part.read(job.version.number, self._view(job.ids, np.dtype(np.int64)), self._allocate)
+        return tuple([self._rows(part, job.version.number, ids) for ids in job.ids])
+
+    def _rows(self, part: TablePart, version: int, ids: Span) -> Span | KvdError:
+        try:
+            rows = part.read(version, self._view(ids, _INT64), self._allocate)
+        except KvdError as error:
+            return error
+        except MemoryError as error:
+            return NotAllowed(f"MemoryError: {error}")
         return Span(rows, 0, rows.nbytes)
 
     def list_rows(self, job: ListRows) -> tuple[int, bool, Span]:

@@ -85,9 +85,7 @@ class Stepper:
         fast_step: a shorter way for some events, on the loop: it gives their effects, or None and has done nothing.
     """
 
-    def __init__(
-        self, machine: Machine, holding: Holding | None = None, fast_step: FastStep | None = None
-    ) -> None:
+    def __init__(self, machine: Machine, holding: Holding | None = None, fast_step: FastStep | None = None) -> None:
         self.now: Callable[[], float] = time.monotonic
         """The clock of the machine, in seconds: the loop's, once it has started."""
         self._machine = machine

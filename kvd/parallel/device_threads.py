@@ -6,22 +6,74 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from kvd.compute.halves import processors
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Array, Device
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _of_thread = threading.local()
 
 
+class CpuDevices:
+    """The CPU devices of a group, which share the cores of this host.
+
+    Attributes:
+        count: how many there are.
+        turns: as many as there are cores.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.turns = threading.BoundedSemaphore(processors())
+
+
 def cpu_devices_in_group() -> int:
     """In a device's thread: how many devices of its group are CPUs, and so share the cores. In other threads: 1."""
-    count: int = getattr(_of_thread, "cpu_devices", 1)
-    return count
+    devices: CpuDevices | None = getattr(_of_thread, "cpu_devices", None)
+    return 1 if devices is None else devices.count
+
+
+@contextlib.contextmanager
+def turn_of_cpu_device() -> Iterator[None]:
+    """Inside, no more CPU devices of this thread's group compute than there are cores.
+
+    Devices that the system switches between push each other's arrays out of the caches, and wait for each other's
+    interpreter lock. In a thread that is not of a device there is nothing to wait for.
+    """
+    devices: CpuDevices | None = getattr(_of_thread, "cpu_devices", None)
+    if devices is None:
+        yield
+        return
+    with devices.turns:
+        _of_thread.has_turn = True
+        try:
+            yield
+        finally:
+            _of_thread.has_turn = False
+
+
+def outside_of_turn(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, during which another device may compute: it may wait for a store, or for the other devices."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not getattr(_of_thread, "has_turn", False):
+            return function(*args, **kwargs)
+        turns = _of_thread.cpu_devices.turns
+        _of_thread.has_turn = False
+        turns.release()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            turns.acquire()
+            _of_thread.has_turn = True
+
+    return call
 
 
 class DeviceThread:
@@ -32,10 +84,10 @@ class DeviceThread:
         index: its place in the group, which tells two entries of one device apart.
 
     Arguments:
-        cpu_devices: how many devices of the group are CPUs.
+        cpu_devices: of its group; None: it is alone.
     """
 
-    def __init__(self, device: Device, index: int, cpu_devices: int = 1) -> None:
+    def __init__(self, device: Device, index: int, cpu_devices: CpuDevices | None = None) -> None:
         device.check()
         self.device = device
         self.index = index
@@ -80,8 +132,8 @@ class DeviceThread:
                 self._stream.synchronize()
 
 
-def _set_cpu_devices(count: int) -> None:
-    _of_thread.cpu_devices = count
+def _set_cpu_devices(devices: CpuDevices | None) -> None:
+    _of_thread.cpu_devices = devices
 
 
 def run_on_all(threads: Sequence[DeviceThread], task: Callable[[int], T]) -> list[T]:

@@ -691,11 +691,12 @@ class PathKind(StrEnum):
     SHARED_MEMORY = "shared memory"  # over a link, large payloads by reference
     UNIX_SOCKET = "unix socket"  # over a link, all payloads inline
     SEALED_TCP = "encrypted tcp"  # over a link between hosts
+    PLAIN_TCP = "tcp"  # the same in a cluster without keys
     ZMQ = "zmq"
 
 
 WITHIN_HOST = frozenset({PathKind.SHARED_MEMORY, PathKind.UNIX_SOCKET})
-OVER_LINKS = WITHIN_HOST | {PathKind.SEALED_TCP}
+OVER_LINKS = WITHIN_HOST | {PathKind.SEALED_TCP, PathKind.PLAIN_TCP}
 
 
 @_message

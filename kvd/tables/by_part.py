@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvd.compute.compiled import id_loop
 from kvd.protocol.specs import ROW_ID_BYTES, padded
-from kvd.tables.duplicates import add_up_into, added_up, firsts, in_order
+from kvd.tables.duplicates import InOrder, add_up_into, firsts, in_order, num_distinct
 from kvd.tables.parts import parts_of
 from kvd.tables.row_values import Ids, Rows
 
@@ -46,52 +47,85 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
         memory: gives so many bytes, as uint8.
     """
     width, dtype = pushed.rows.shape[1], pushed.rows.dtype
-    row_nbytes = width * dtype.itemsize
-    if parts == 1:
-        ordered = in_order(pushed.ids)
-        count = ordered.num_distinct
-        data = memory(count * (ROW_ID_BYTES + row_nbytes))
-        rows_at = count * ROW_ID_BYTES
-        add_up_into(
-            ordered, pushed.rows, data[:rows_at].view(np.int64), data[rows_at:].view(dtype).reshape(count, width)
-        )
-        return RowsInParts(data, ((0, data.nbytes),))
-    merged = added_up(pushed.ids, pushed.rows)
-    order, ends = _ordered(merged.ids, parts)
+    nbytes = ROW_ID_BYTES + width * dtype.itemsize
+    given, lists = _ordered(in_order(pushed.ids), parts)
     ranges, begin = [], 0
-    for first, end in zip((0, *ends), ends, strict=False):
-        ranges.append((begin, (end - first) * (ROW_ID_BYTES + row_nbytes)))
-        begin = padded(sum(ranges[-1]))
+    for _, count in lists:
+        ranges.append((begin, count * nbytes))
+        begin = padded(begin + count * nbytes)
     data = memory(sum(ranges[-1]))
-    for first, end, (offset, nbytes) in zip((0, *ends), ends, ranges, strict=False):
-        rows_at = offset + (end - first) * ROW_ID_BYTES
-        np.take(merged.ids, order[first:end], out=data[offset:rows_at].view(np.int64), mode="clip")
-        rows = data[rows_at : offset + nbytes].view(dtype).reshape(end - first, width)
-        merged.take(order[first:end], rows)
+    for (part, count), (offset, size) in zip(lists, ranges, strict=True):
+        rows_at = offset + count * ROW_ID_BYTES
+        ids = data[offset:rows_at].view(np.int64)
+        rows = data[rows_at : offset + size].view(dtype).reshape(count, width)
+        add_up_into(InOrder(given.ids[part], given.places[part], count), pushed.rows, ids, rows)
     return RowsInParts(data, tuple(ranges))
 
 
 def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
-    """The rows of a pull from a table of so many parts: each once. From one part, those that come up again are asked
-    for again if they are few: then the rows arrive in the order in which they are wanted."""
-    ordered, places, num_distinct = in_order(ids)
-    if parts == 1 and num_distinct >= len(ids) * (1 - _FEW):
-        return IdsInParts(ids, ((0, ids.nbytes),), None)
+    """The rows of a pull from a table of so many parts: each once. Those that come up again are asked for again if they
+    are few: then they need not be sorted, and from one part they arrive in the order in which they are wanted."""
+    if num_distinct(ids) >= len(ids) * (1 - _FEW):
+        if parts == 1:
+            return IdsInParts(ids, ((0, ids.nbytes),), None)
+        by_part, where, ends = _split(ids, parts)
+        return IdsInParts(by_part, _ranges(ends), where)
+    ordered, places, _ = in_order(ids)
     is_first = firsts(ordered)
     distinct, where = ordered[is_first], np.empty(len(ids), np.intp)
     where[places] = np.cumsum(is_first) - 1
-    order, ends = _ordered(distinct, parts)
-    place = np.empty(len(order), np.intp)
-    place[order] = np.arange(len(order))
-    ranges = tuple(
+    if parts == 1:
+        return IdsInParts(distinct, ((0, distinct.nbytes),), where)
+    by_part, place, ends = _split(distinct, parts)
+    return IdsInParts(by_part, _ranges(ends), place[where])
+
+
+def _ranges(ends: Sequence[int]) -> Ranges:
+    return tuple(
         [(first * ROW_ID_BYTES, (end - first) * ROW_ID_BYTES) for first, end in zip((0, *ends), ends, strict=False)]
     )
-    return IdsInParts(distinct[order], ranges, place[where])
 
 
-def _ordered(distinct: Ids, parts: int) -> tuple[Places, list[int]]:
-    """The places of these ids in the order of their parts, and the end of each part in that order."""
+def _ordered(given: InOrder, parts: int) -> tuple[InOrder, list[tuple[slice, int]]]:
+    """The ids in the order of their parts, ascending in each; and of each part, which ones they are, and how many
+    differ."""
     if parts == 1:
-        return np.arange(len(distinct)), [len(distinct)]
-    part = parts_of(distinct, parts).astype(np.uint8)  # MAX_TABLE_PARTS fits; a stable sort of bytes takes linear time
-    return np.argsort(part, kind="stable"), np.cumsum(np.bincount(part, minlength=parts)).tolist()
+        return given, [(slice(0, len(given.ids)), given.num_distinct)]
+    ids, places, num_distinct_ = given
+    loop = id_loop("part_ids", len(ids))
+    if loop is not None:
+        by_part, order = np.empty((2, len(ids)), np.int64)
+        ends, distinct_ends = np.empty((2, parts), np.int64)
+        loop(ids, places, by_part, order, ends, distinct_ends)
+    else:
+        part = _parts(ids, parts)
+        at = np.argsort(part, kind="stable")
+        by_part, order = ids[at], places[at]
+        ends = np.cumsum(np.bincount(part, minlength=parts))
+        distinct_ends = np.cumsum(np.bincount(part[firsts(ids)], minlength=parts))
+    lists = [
+        (slice(first, end), distinct_end - distinct_first)
+        for first, end, distinct_first, distinct_end in zip(
+            (0, *ends.tolist()), ends.tolist(), (0, *distinct_ends.tolist()), distinct_ends.tolist(), strict=False
+        )
+    ]
+    return InOrder(by_part, order, num_distinct_), lists
+
+
+def _split(ids: Ids, parts: int) -> tuple[Ids, Places, list[int]]:
+    """The ids in the order of their parts, the place of each among them, and the end of each part."""
+    loop = id_loop("split_ids", len(ids))
+    if loop is not None:
+        by_part, where = np.empty((2, len(ids)), np.int64)
+        ends = np.empty(parts, np.int64)
+        loop(np.ascontiguousarray(ids), by_part, where, ends)
+        return by_part, where, ends.tolist()
+    part = _parts(ids, parts)
+    order = np.argsort(part, kind="stable")
+    where = np.empty(len(ids), np.intp)
+    where[order] = np.arange(len(ids))
+    return ids[order], where, np.cumsum(np.bincount(part, minlength=parts)).tolist()
+
+
+def _parts(ids: Ids, parts: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return parts_of(ids, parts).astype(np.uint8)  # MAX_TABLE_PARTS fits; a stable sort of bytes takes linear time

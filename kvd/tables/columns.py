@@ -44,6 +44,11 @@ class Columns:
         """What the optimizer keeps of each row: names, and numbers per row."""
         return {name: arena.width for name, arena in self.slots.items()}
 
+    def has_slots(self, widths: Mapping[str, int]) -> bool:
+        """Whether these slots are there, as wide as that."""
+        slots = self.slots
+        return all(name in slots and slots[name].width == width for name, width in widths.items())
+
     @contextmanager
     def having_slots(self, widths: Mapping[str, int], *, alone: bool = False) -> Iterator[None]:
         """Have these slots, new ones without rows, and one of another width is made again. If what is done with them

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.compute.merge import MergeMode
-from kvd.tables.duplicates import added_up, of_both
+from kvd.tables.duplicates import added_up, are_ascending, of_both
 from kvd.tables.merged_rows import MergedRows, plain
 from kvd.tables.row_values import Rows
 
@@ -63,7 +63,7 @@ def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: in
 def _distinct(given: Contributed) -> Rows:
     """Those of one worker, added up. There is nothing to do when they come from another process."""
     ids = given.rows.ids
-    if given.is_ascending or bool((ids[1:] > ids[:-1]).all()):
+    if given.is_ascending or are_ascending(ids):
         return given.rows
     merged = added_up(*given.rows)
     return Rows(merged.ids, merged.rows())

@@ -97,6 +97,22 @@ def in_order(ids: Ids) -> InOrder:
     return InOrder(ordered, order, int(np.count_nonzero(firsts(ordered))))
 
 
+def num_distinct(ids: Ids) -> int:
+    """How many ids differ."""
+    loop = id_loop("count_ids", len(ids))
+    if loop is not None:
+        return int(loop(np.ascontiguousarray(ids)))
+    return in_order(ids).num_distinct
+
+
+def are_ascending(ids: Ids) -> bool:
+    """Whether each of them is larger than the one before."""
+    loop = id_loop("are_ascending", len(ids))
+    if loop is not None:
+        return bool(loop(np.ascontiguousarray(ids)))
+    return bool((ids[1:] > ids[:-1]).all())
+
+
 def firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which ids of an ascending list are the first of their kind."""
     is_first = np.ones(len(ordered), np.bool_)

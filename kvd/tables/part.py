@@ -18,6 +18,7 @@ from kvd.optimizer import Optimizer
 from kvd.protocol.specs import ROW_ID_BYTES
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
+from kvd.tables.duplicates import are_ascending
 from kvd.tables.earlier_rows import EarlierRows
 from kvd.tables.merged_rows import MergedRows
 from kvd.tables.row_index import Ids
@@ -56,8 +57,10 @@ class TablePart:
         self.description = description
         self.table = Table(description, key) if table is None else table
         self._key = key
+        self._width, self._dtype = description.width, description.numpy_dtype
+        self._row_nbytes = self._width * self._dtype.itemsize
         self._num_ids = 1 << 63 if description.rows is None else description.rows
-        self._earlier = EarlierRows(description.width, description.numpy_dtype, UPDATES_KEPT)
+        self._earlier = EarlierRows(self._width, self._dtype, UPDATES_KEPT)
         for rows in put_aside:
             self._earlier.add(rows)
 
@@ -85,21 +88,20 @@ class TablePart:
             ProtocolError: it is nothing of the kind.
             NotAllowed: there is no such row.
         """
-        row_nbytes = self.description.width * self.description.numpy_dtype.itemsize
-        count, rest = divmod(payload.nbytes, ROW_ID_BYTES + row_nbytes)
+        count, rest = divmod(payload.nbytes, ROW_ID_BYTES + self._row_nbytes)
         if rest:
             raise ProtocolError(f"{payload.nbytes} bytes are no rows of table {self._key!r} with their ids")
         ids = payload[: count * ROW_ID_BYTES].view(_INT64)
-        if not bool((ids[1:] > ids[:-1]).all()):
+        if not are_ascending(ids):
             raise ProtocolError(f"the row ids of a push to table {self._key!r} are not in ascending order")
         if count:
             self._check_range(int(ids[0]), int(ids[-1]))
-        rows = payload[count * ROW_ID_BYTES :].view(self.description.numpy_dtype)
-        return Contributed(Rows(ids, rows.reshape(count, self.description.width)), samples, is_ascending=True)
+        rows = payload[count * ROW_ID_BYTES :].view(self._dtype).reshape(count, self._width)
+        return Contributed(Rows(ids, rows), samples, is_ascending=True)
 
     def _payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
         """Merged rows as `pushed` takes them."""
-        dtype, width = self.description.numpy_dtype, self.description.width
+        dtype, width = self._dtype, self._width
         rows_at = merged.ids.nbytes
         made = allocate(rows_at + merged.num_rows * width * dtype.itemsize)
         made[:rows_at] = merged.ids.view(np.uint8)
@@ -131,7 +133,7 @@ class TablePart:
             NotAllowed: the optimizer updates no single rows, or there would be too many rows. Nothing was changed.
             MemoryError: there is no memory for new or merged rows. No row was changed.
         """
-        merged = merged_rows(contributions, mode, self.description.width, self.description.numpy_dtype)
+        merged = merged_rows(contributions, mode, self._width, self._dtype)
         made = None if allocate is None else self._payload_of(merged, allocate)  # while the update may still fail
         before = self._earlier.room(merged.num_rows)
         if optimizer is None:
@@ -155,7 +157,7 @@ class TablePart:
         """
         self.table.store(stored.ids, stored.rows, stored.slots)
         self.table.step = stored.updates
-        self._earlier = EarlierRows(self.description.width, self.description.numpy_dtype, UPDATES_KEPT)
+        self._earlier = EarlierRows(self._width, self._dtype, UPDATES_KEPT)
         self.version += 1
 
     def store_state(self, stored: StoredRows, *, is_first: bool) -> None:
@@ -188,18 +190,18 @@ class TablePart:
         """
         self._check(ids)
         newer = self.version - version
-        if not 0 <= newer <= len(self._earlier):
+        if newer and not 0 <= newer <= len(self._earlier):
             raise NotAllowed(f"version {version} of table {self._key!r} is not kept any more", key=self._key)
-        dtype, width = self.description.numpy_dtype, self.description.width
-        made = allocate(len(ids) * width * dtype.itemsize)
-        out = made.view(dtype).reshape(len(ids), width)
+        made = allocate(len(ids) * self._row_nbytes)
+        out = made.view(self._dtype).reshape(len(ids), self._width)
         self.table.read(ids, out)
-        self._earlier.lay_over(out, ids, newer)
+        if newer:
+            self._earlier.lay_over(out, ids, newer)
         return made
 
     def _check(self, ids: Ids) -> None:
         # One look at all of them: as unsigned numbers, those below 0 are the largest.
-        if len(ids) and int(ids.view(np.uint64).max()) >= self._num_ids:
+        if len(ids) and int(np.maximum.reduce(ids.view(np.uint64))) >= self._num_ids:
             self._check_range(int(ids.min()), int(ids.max()))
 
     def _check_range(self, low: int, high: int) -> None:

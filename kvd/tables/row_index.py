@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.compute.compiled import id_loop
+from kvd.compute.halves import WORTH_A_THREAD, in_halves
 from kvd.errors import NotAllowed
 from kvd.tables.counted_bits import mix
 from kvd.tables.row_arena import Moves, RowArena
@@ -21,6 +22,7 @@ Places = np.ndarray[Any, np.dtype[np.intp]]
 
 MOST_ROWS = (1 << 31) - 1  # places take 32 bits here
 _LEAST_SLOTS = 1024
+_ID_ELEMENTS = 16  # to find an id takes as long as so many elements of a row
 _FREE = -1  # row ids are ≥ 0
 _GONE = -2  # of an id that was removed: look-ups go on to the next slot
 _NONE: Places = np.zeros(0, np.intp)
@@ -70,9 +72,16 @@ class RowIndex:
         if loop is None:
             places = self._find(ids)
             return Found(places, np.flatnonzero(places < 0))
-        places = np.empty(len(ids), np.intp)
-        num_absent = loop(np.ascontiguousarray(ids), self._ids, self._places, places)
-        return Found(places, np.flatnonzero(places < 0) if num_absent else _NONE)
+        places, contiguous = np.empty(len(ids), np.intp), np.ascontiguousarray(ids)
+        if len(ids) * _ID_ELEMENTS < WORTH_A_THREAD:
+            num_absent = loop(contiguous, self._ids, self._places, places)
+            return Found(places, np.flatnonzero(places < 0) if num_absent else _NONE)
+
+        def find(part: slice) -> None:
+            loop(contiguous[part], self._ids, self._places, places[part])
+
+        in_halves(find, len(ids), len(ids) * _ID_ELEMENTS)
+        return Found(places, np.flatnonzero(places < 0) if int(places.min()) < 0 else _NONE)
 
     def _find(self, ids: Ids) -> Places:
         at = self._home(ids)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.compute.halves import in_halves
+from kvd.compute.halves import WORTH_A_THREAD, in_halves
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.protocol.specs import Keeping
@@ -76,7 +76,10 @@ class Table:
 
     def read(self, ids: Ids, out: Array) -> None:
         """Write the rows of these ids, in this order, into ``out``, of shape (ids, width)."""
-        in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
+        if out.size < WORTH_A_THREAD:
+            self._read(ids, out)
+        else:
+            in_halves(lambda part: self._read(ids[part], out[part]), len(ids), out.size)
 
     def _read(self, ids: Ids, out: Array) -> None:
         places, absent = self._index.found(ids)
@@ -165,13 +168,18 @@ class Table:
             merged = merged.only(mask)
         # The slots of a file may be another optimizer's. If the update fails there are no others: a copy of the table
         # has not made any either.
+        if self._columns.has_slots(slot_widths):
+            return self._changed(merged, update)
         with self._columns.having_slots(slot_widths):
-            seats = self._turnover.begin(merged.ids)
-            try:
-                update(seats.places, seats.of(merged))
-            except BaseException:
-                self._turnover.take_back(seats)
-                raise
+            return self._changed(merged, update)
+
+    def _changed(self, merged: MergedRows, update: Callable[[Places, MergedRows], None]) -> Updated:
+        seats = self._turnover.begin(merged.ids)
+        try:
+            update(seats.places, seats.of(merged))
+        except BaseException:
+            self._turnover.take_back(seats)
+            raise
         return Updated(seats.ids, self._turnover.settle(seats))
 
     def forget_optimizer(self) -> None:

@@ -13,7 +13,7 @@ from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import ANY_RUN, Identity, RunKey, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.protocol.messages import Settings
-from kvd.testing.settings import ClusterSettings
+from kvd.testing.settings import NUM_SHARDS, ClusterSettings
 
 SCHEDULER_ADDRESS = "sim://scheduler"
 PROGRAM = RunKey("default", "program")  # all workers belong to one start of a program
@@ -22,8 +22,9 @@ PROGRAM = RunKey("default", "program")  # all workers belong to one start of a p
 class MachineFactory:
     """Builds machines; each gets an incarnation of its own from `random`."""
 
-    def __init__(self, cluster: ClusterSettings, random: Random) -> None:
+    def __init__(self, cluster: ClusterSettings, random: Random, num_shards: int = NUM_SHARDS) -> None:
         self._cluster = cluster
+        self._num_shards = num_shards
         self._random = random
         self._lives: dict[tuple[str, int], int] = {}
         self.run_keys: dict[str, RunKey] = {}  # of workers that belong to other jobs, by name
@@ -32,7 +33,7 @@ class MachineFactory:
         """A scheduler that starts from the record of an earlier one, if there is one."""
         cluster, timeouts = self._cluster, self._cluster.timeouts
         settings = SchedulerSettings(
-            cluster.wire(),
+            cluster.wire(self._num_shards),
             timeouts.heartbeat_interval_s,
             timeouts.server_timeout_s,
             timeouts.worker_timeout_s,

@@ -10,6 +10,7 @@ from kvd.core.machine import CensusTaken, Event, Machine, Peer
 from kvd.core.requests import Read, Request, Transfer
 from kvd.errors import KvdError
 from kvd.node.jobs import JobRunner
+from kvd.testing.lists import Lists
 
 
 class Sleep(NamedTuple):
@@ -72,9 +73,11 @@ class OpenCalls:
 
     Attributes:
         waiting: whether the program waits, and for which of them.
+        lists: those that the program has named.
     """
 
     def __init__(self) -> None:
+        self.lists = Lists()
         self.waiting = Waiting()
         self._pending: dict[int, PendingCall] = {}
         self._writers: dict[int, int] = {}  # id of a target buffer → open calls that write there

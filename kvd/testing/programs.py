@@ -33,7 +33,7 @@ class ProgramRunner:
         deadline = self._clock.now + (self._timeouts.call_timeout_s if timeout_s is None else timeout_s)
         answer_s = self._timeouts.answer_timeout_s if timeout_s is None else None
         call = process.calls.open(request, deadline)
-        self._shell.feed(process, LocalCall(call.number, request, deadline, answer_s))
+        self._shell.feed(process, LocalCall(call.number, process.calls.lists.told(request), deadline, answer_s))
         return call
 
     def _resume(self, process: Process, value: Any, error: KvdError | None = None) -> None:

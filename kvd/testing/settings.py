@@ -60,7 +60,7 @@ class ClusterSettings:
     timeouts: Timeouts = field(default_factory=Timeouts)
     shell: ShellSettings = field(default_factory=ShellSettings)
 
-    def wire(self) -> Settings:
+    def wire(self, num_shards: int = NUM_SHARDS) -> Settings:
         """The settings as nodes exchange them."""
         return Settings(
             self.mode,
@@ -70,7 +70,7 @@ class ClusterSettings:
             self.slice_bytes,
             self.workers,
             self.servers,
-            NUM_SHARDS,
+            num_shards,
             self.replicas,
             self.timeouts.quorum,
             self.timeouts.quorum_grace_s if self.timeouts.quorum else 0.0,

@@ -26,6 +26,7 @@ from kvd.core.machine import (
     Effect,
     Event,
     ForgetState,
+    Gathered,
     Halt,
     InRun,
     Job,
@@ -39,6 +40,7 @@ from kvd.core.machine import (
     ReadRows,
     Received,
     ResetState,
+    Scatter,
     Send,
     Stop,
     Tick,
@@ -49,6 +51,7 @@ from kvd.errors import NotAllowed
 from kvd.node.decoding import CodedSlice, arrived
 from kvd.node.driver import copy_rows
 from kvd.node.jobs import JobRunner
+from kvd.node.whole_buffers import joined, scatter
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded
@@ -142,6 +145,7 @@ class Shell:
             DropRun: _drop_run,
             Persist: self._persist,
             Copy: self._copy,
+            Scatter: self._scatter,
             Census: lambda process, effect: clock.after(
                 0.0, lambda: self.feed(process, process.calls.waiting.census())
             ),
@@ -164,7 +168,7 @@ class Shell:
         self._trace.record(f"{process.name} {type(event).__name__}")
         effects = self._steps.step(process.machine, event, self._clock.now + process.timer.ahead_s)
         self._validate(process)
-        for effect, run, epoch in _by_run(process.machine, effects):
+        for effect, run, epoch in by_run(process.machine, effects):
             if process.doom is not None and self._dies_now(process, process.doom):
                 return
             if isinstance(effect, Send):
@@ -220,7 +224,8 @@ class Shell:
 
     def _send(self, process: Process, effect: Send, run: int, epoch: Epoch) -> None:
         payload: bytearray | None = None
-        for buffer, offset, nbytes in effect.payload:
+        for span in effect.payload:
+            buffer, offset, nbytes = joined(span) if isinstance(span.buffer, Gathered) else span
             if payload is None:
                 payload = bytearray()
             payload.extend(bytes(padded(len(payload)) - len(payload)))
@@ -311,6 +316,11 @@ class Shell:
             self._trace.fail(f"{process.name}: a Copy into memory that no open call named")
         copy_rows(effect)
 
+    def _scatter(self, process: Process, effect: Scatter) -> None:
+        if not all(map(process.calls.may_write, effect.targets)):
+            self._trace.fail(f"{process.name}: a Scatter into memory that no open call named")
+        scatter(effect)
+
     def _stop(self, process: Process, effect: Stop) -> None:
         process.alive = False
         self._trace.record(f"{process.name} stops: {effect.reason}")
@@ -343,7 +353,7 @@ def _drop_run(process: Process, effect: DropRun) -> None:
     process.runners.pop(effect.run, None)
 
 
-def _by_run(machine: Machine, effects: Iterable[Effect]) -> Iterator[tuple[OfOneRun, int, Epoch]]:
+def by_run(machine: Machine, effects: Iterable[Effect]) -> Iterator[tuple[OfOneRun, int, Epoch]]:
     """Each effect with its run, and the epoch of that run's view."""
     for effect in effects:
         if isinstance(effect, InRun):

@@ -1,4 +1,4 @@
-"""ZeroMQ to every peer, and in addition links to servers, used while they are up: within the host, or sealed over TCP.
+"""ZeroMQ to every peer, and in addition links to servers, used while they are up: within the host, or over TCP.
 
 A node that connects to a server asks it for a link, over ZeroMQ (`kvd.transport.offers`). Until that is decided, its
 messages to the server wait here, so that none overtakes another. Without a link they go over ZeroMQ.
@@ -36,6 +36,11 @@ ARENA_LIMIT_BYTES = 1 << 30
 MAX_ACCEPTED = 1024
 RELEASE_INTERVAL_S = 1.0
 
+_OVER_TCP = {
+    Medium.SEALED_TCP: PeerPath(PathKind.SEALED_TCP),
+    Medium.PLAIN_TCP: PeerPath(PathKind.PLAIN_TCP),
+}
+
 
 class HostTransport:
     """Any thread may call `send`, `send_with_path`, `paths`, `has_links`, `pause_loop`, `resume_loop` and `poll_links`.
@@ -43,7 +48,7 @@ class HostTransport:
 
     Args:
         shared_memory: False turns links within the host off.
-        tcp_links: where links over TCP are used. Without keys they are not: their secrets would be readable.
+        tcp_links: where links over TCP are used. With keys they are sealed.
         arena_limit_bytes: how much shared memory this process may own. Payloads that do not fit go through the socket.
         io_threads: of ZeroMQ.
         curve: the keys of this node, for ZeroMQ; None: it uses none.
@@ -73,10 +78,10 @@ class HostTransport:
         """Lets the loop read the links again, including what arrived meanwhile."""
         self.wait_for: Callable[[Link, bytes | bytearray, int, float, int], bytes | None] = self._reader.wait_for
         """See `LinkReader.wait_for`."""
-        tcp_links = tcp_links if curve is not None else TcpLinks.OFF
-        with_tcp = tcp_links is not TcpLinks.OFF
-        self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links)
-        self._seeker = LinkSeeker(self._ask, self._opened, self._not_opened, unix=shared_memory, tcp=with_tcp)
+        tcp = Medium.PLAIN_TCP if curve is None else Medium.SEALED_TCP
+        self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links, tcp=tcp)
+        sought = None if tcp_links is TcpLinks.OFF else tcp
+        self._seeker = LinkSeeker(self._ask, self._opened, self._not_opened, unix=shared_memory, tcp=sought)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._links: dict[Peer, Link] = {}  # those that are up, opened by us or accepted
@@ -145,7 +150,7 @@ class HostTransport:
         with self._lock:
             paths = {peer: PeerPath(PathKind.ZMQ, reason) for peer, reason in self._zmq_reasons.items()}
             for peer, link in self._links.items():
-                paths[peer] = PeerPath(PathKind.SEALED_TCP) if link.is_sealed else within_host
+                paths[peer] = _OVER_TCP.get(link.proven.medium, within_host)
         return paths
 
     def close(self, linger_s: float) -> None:
@@ -172,7 +177,7 @@ class HostTransport:
     def end_links_of_others(self, holds: Callable[[Principal], bool]) -> None:
         """Ends the links to this node whose other end no longer holds an allowed key."""
         for link in self._reader.links:
-            if link.peer.kind is PeerKind.LINK and not holds(link.principal):
+            if link.peer.kind is PeerKind.LINK and not holds(link.proven.principal):
                 link.end("the key of the other side is not allowed any more")
                 self._notice(link)
 
@@ -287,17 +292,15 @@ class HostTransport:
             waiting.end(partial(self._send_described, peer))
             del self._waiting[peer]
 
-    def _accepted(self, connection: socket.socket, proven: Proven, medium: Medium) -> None:
+    def _accepted(self, connection: socket.socket, proven: Proven) -> None:
         if len(self._reader.links) >= MAX_ACCEPTED:
             connection.close()
         else:
             self._add(self._accepted_links.name(), connection, proven)
 
     def _add(self, peer: Peer, connection: socket.socket, proven: Proven) -> None:
-        arena = self.arena if proven.seals is None else Arena(0)
-        link = Link(
-            peer, connection, proven.principal, arena, self._reader.epoll, self._sink, self._budget, proven.seals
-        )
+        arena = self.arena if proven.medium is Medium.UNIX else Arena(0)
+        link = Link(peer, connection, proven, arena, self._reader.epoll, self._sink, self._budget)
         with self._lock:
             self._links[peer] = link
         if proven.asker is not None:

@@ -30,6 +30,7 @@ from kvd.transport.frames import (
 from kvd.transport.offered import close_refused
 
 BUFFER_BYTES = 128 << 10
+AHEAD_BYTES = 4 << 10  # read beyond a large payload: the payload behind it would have to be moved
 MOST_DESCRIPTORS = 2  # received, but not yet claimed by a frame
 
 NOT_OF_A_FRAME = "descriptors arrived without a frame of theirs, or this process can have no more"
@@ -84,12 +85,22 @@ class FrameAssembler:
             self._start, self._end = 0, rest
         return self._view[self._end :]
 
+    def rooms(self) -> list[memoryview]:
+        """Where the next bytes of the stream belong, beyond the payload that is arriving, too; to be called when `take`
+        returns None. The first one is not empty."""
+        if self._large is None:
+            return [self.room()]
+        return [self._missing, self._view[:AHEAD_BYTES]]  # all that was in the buffer belonged to the payload
+
     def arrived(self, nbytes: int) -> None:
-        """So many bytes were written to the start of the room."""
+        """So many bytes were written to the start of the room, or of the rooms."""
         if self._large is None:
             self._end += nbytes
         else:
+            ahead = nbytes - len(self._missing)
             self._missing = self._missing[nbytes:]
+            if ahead > 0:
+                self._start, self._end = 0, ahead
 
     def take(self) -> Frame | None:
         """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""

@@ -1,4 +1,4 @@
-"""One connection to another process: frames over a Unix socket, large payloads by reference; or sealed, over TCP.
+"""One connection to another process: frames over a Unix socket, large payloads by reference; or all over TCP.
 
 A payload sent by reference is leased: its buffers must not change until the other end has dropped the payload. That end
 releases it with its next frame, or with a RELEASE when much has piled up or some time has passed. If the other end is
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvd.core.machine import Peer, Span
-from kvd.core.principals import Principal
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import OnGarbage, OnMessage, padded, pieces_of
 from kvd.transport.frames import (
@@ -38,11 +37,13 @@ from kvd.transport.frames import (
 )
 from kvd.transport.holding import Holding
 from kvd.transport.incoming import Frame, Incoming
-from kvd.transport.leases import SMALL_PIECE_BYTES, Leases, SharedPayload, payload_nbytes
+from kvd.transport.leases import Leases, SharedPayload, payload_nbytes
+from kvd.transport.link_proof import Medium, Proven
 from kvd.transport.offered import MapBudget, close_refused
-from kvd.transport.outgoing import Outgoing, PlainWriter
+from kvd.transport.outgoing import Outgoing, PlainWriter, gathered
+from kvd.transport.plain_stream import PlainIncoming
 from kvd.transport.remote_segments import LinkSocket, RemoteSegments
-from kvd.transport.sealed_stream import SealedIncoming, SealedWriter, Seals
+from kvd.transport.sealed_stream import SealedIncoming, SealedWriter
 from kvd.transport.segments import Arena
 
 SOCKET_BUFFER_BYTES = 1 << 20
@@ -69,15 +70,14 @@ class Link:
     Args:
         peer: the name of the other end.
         connection: the socket. The link owns it from now on.
-        principal: who holds the key of the other end.
+        proven: who is at the other end, and what the link consists of.
         arena: where payloads sent by reference lie.
         epoll: where readers wait. The link is registered there until it ends.
         sink: takes what arrives.
         budget: how much of others' memory may be mapped.
-        seals: what seals the link; None within a host.
 
     Attributes:
-        principal: who holds the key of the other end.
+        proven: who is at the other end, and what the link consists of.
         is_up: whether messages go both ways.
         has_ended: whether nothing is read any more.
         reason: why the link is not up.
@@ -88,12 +88,11 @@ class Link:
         self,
         peer: Peer,
         connection: socket.socket,
-        principal: Principal,
+        proven: Proven,
         arena: Arena,
         epoll: select.epoll,
         sink: Sink,
         budget: MapBudget,
-        seals: Seals | None = None,
     ) -> None:
         connection.setblocking(False)
         self.peer = peer
@@ -101,18 +100,21 @@ class Link:
         self.is_up = True
         self.has_ended = False
         self.reason = ""
-        self.principal = principal
+        self.proven = proven
         self._sink = sink
         self._socket: LinkSocket | None = LinkSocket(connection)
         self._remote = RemoteSegments(self._socket, budget)
-        self._in: Incoming | SealedIncoming
-        if seals is None:
+        self._in: Incoming | PlainIncoming | SealedIncoming
+        writer: PlainWriter | SealedWriter = PlainWriter(connection)
+        if proven.seals is not None:
+            self._in = SealedIncoming(connection, proven.seals.opener)
+            writer = SealedWriter(connection, proven.seals.sealer)
+        elif proven.medium is Medium.UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             self._in = Incoming(connection)
-            self._out = Outgoing(connection, PlainWriter(connection), epoll)
         else:
-            self._in = SealedIncoming(connection, seals.opener)
-            self._out = Outgoing(connection, SealedWriter(connection, seals.sealer), epoll)
+            self._in = PlainIncoming(connection)
+        self._out = Outgoing(connection, writer, epoll)
         self._lock = threading.Lock()  # held while a frame is sent
         self._leases = Leases(arena)
         self._greeted = False
@@ -131,10 +133,6 @@ class Link:
     def has_queued(self) -> bool:
         """Whether frames wait for room in the socket."""
         return self._out.waits
-
-    @property
-    def is_sealed(self) -> bool:
-        return isinstance(self._in, SealedIncoming)
 
     @property
     def leases(self) -> int:
@@ -216,11 +214,9 @@ class Link:
             return False
         shared = self._leases.share(payload, nbytes)
         if shared is None:
-            pieces = padded(pieces_of(payload))
-            if len(pieces) > 1 and nbytes <= len(pieces) * SMALL_PIECE_BYTES:
-                pieces = [b"".join(pieces)]
+            pieces = gathered(padded(pieces_of(payload)))
             with self._lock:
-                return self._push_frame(INLINE, header, (), nbytes) and all(map(self._push, pieces))
+                return self._push_frame(INLINE, header, pieces, nbytes)
         with self._lock:
             return self.is_up and self._announce(shared.segment) and self._send_reference(shared, header, nbytes)
 
@@ -294,18 +290,26 @@ class Link:
             prefix = prefix_of(kind, len(gone), len(header), nbytes, segment, offset) + pack_numbers(gone)
         else:
             prefix = PREFIX.pack(kind, 0, 0, len(header), nbytes, segment, offset)
-        return self._push(b"".join((prefix, header, *pieces)), descriptor, nbytes > 0 and not pieces, waits)
+        if nbytes > INLINE_BELOW_BYTES and pieces:
+            return self._push_large(b"".join((prefix, header)), pieces)
+        return self._push(b"".join((prefix, header, *pieces)), descriptor, waits)
 
-    def _push(
-        self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False, waits: bool = False
-    ) -> bool:
+    def _push_large(self, head: bytes, pieces: Sequence[bytes | memoryview]) -> bool:
+        try:
+            self._out.push_all([head, *pieces])
+        except OSError as error:
+            self._broken(error)
+            return False
+        return True
+
+    def _push(self, data: bytes, descriptor: int | None = None, waits: bool = False) -> bool:
         if not self.is_up:
             return False
         try:
             if waits:
                 self._out.hold(data)
             else:
-                self._out.push(data, descriptor, more)
+                self._out.push(data, descriptor)
         except OSError as error:
             self._broken(error)
             return False
@@ -380,11 +384,11 @@ class Link:
             self._check_hello(frame)
         elif kind in (INLINE, MESSAGE):
             if self.is_up:
-                self._sink.on_message(self.peer, frame.header, frame.payload, self.principal)
+                self._sink.on_message(self.peer, frame.header, frame.payload, self.proven.principal)
         elif kind == REFERENCE:
             if self.is_up:
                 payload = self._remote.payload(frame.segment, frame.offset, frame.nbytes)
-                self._sink.on_message(self.peer, frame.header, payload, self.principal)
+                self._sink.on_message(self.peer, frame.header, payload, self.proven.principal)
         elif kind == SEGMENT:
             self._take_segment(frame)
         elif kind == GOODBYE:

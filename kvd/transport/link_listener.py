@@ -28,15 +28,15 @@ BACKLOG = 128  # a peer that finds it full uses ZeroMQ
 MAX_HALF_OPEN = 64  # at each door
 ACCEPTS_AT_A_TIME = 16
 RETRY_ACCEPT_S = 1.0
-PROVE_WITHIN_S = {Medium.TCP: 3.0, Medium.UNIX: 10.0}  # processes of one host may share few processors
+PROVE_WITHIN_S = 3.0
+PROVE_WITHIN_HOST_S = 10.0  # processes of one host may share few processors
 
-Enter: TypeAlias = "Callable[[socket.socket, Proven, Medium], None]"
-"""(connection, who is at its other end, what it consists of). Takes a link that has proven itself."""
+Enter: TypeAlias = "Callable[[socket.socket, Proven], None]"
+"""(connection, who is at its other end). Takes a link that has proven itself."""
 
 
 class TcpLinks(Enum):
-    """Where sealed links over TCP are used: the values of the setting `tcp_links`. Their secrets travel over ZeroMQ, so
-    that must be encrypted."""
+    """Where links over TCP are used: the values of the setting `tcp_links`."""
 
     OFF = "off"
     BETWEEN_HOSTS = "auto"  # not for servers that only this host can reach
@@ -103,9 +103,9 @@ class Door:
         if self._medium is Medium.UNIX and other_user(connection):
             connection.close()
             return
-        if self._medium is Medium.TCP:
+        if self._medium is not Medium.UNIX:
             tune(connection)
-        limit_s = PROVE_WITHIN_S[self._medium]
+        limit_s = PROVE_WITHIN_HOST_S if self._medium is Medium.UNIX else PROVE_WITHIN_S
         talk = as_server(self._offers, self._incarnation, self._medium)
         self._places -= 1
         half_open = HalfOpen(self._loop, connection, talk, self._heard, limit_s)
@@ -115,7 +115,7 @@ class Door:
         until = self._half_open.pop(half_open)
         if isinstance(outcome, Proven):
             self._free_place()
-            self._enter(half_open.socket, outcome, self._medium)
+            self._enter(half_open.socket, outcome)
         else:
             self._loop.call_at(until, self._free_place)
 
@@ -132,16 +132,18 @@ class LinkListener:
         enter: takes the links.
         unix: whether processes of this host may open links.
         tcp_links: which nodes may over TCP.
+        tcp: what such links consist of.
 
     Attributes:
         address: where the server listens with ZeroMQ.
     """
 
-    def __init__(self, enter: Enter, *, unix: bool, tcp_links: TcpLinks) -> None:
+    def __init__(self, enter: Enter, *, unix: bool, tcp_links: TcpLinks, tcp: Medium) -> None:
         self.address = ""
         self._enter = enter
         self._unix = unix
         self._tcp_links = tcp_links
+        self._tcp = tcp
         self._offers = OfferBook(time.monotonic)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._incarnation = 0
@@ -153,7 +155,7 @@ class LinkListener:
     @property
     def tcp_address(self) -> tuple[str, int] | None:
         """Host and port for links over TCP, if it listens there."""
-        listener = self._sockets.get(Medium.TCP)
+        listener = self._sockets.get(self._tcp)
         return None if listener is None else listener.getsockname()[:2]
 
     def listen(self, incarnation: int) -> None:
@@ -162,7 +164,8 @@ class LinkListener:
         if self._unix:
             self._listen_within_host()
         if self._tcp_links is not TcpLinks.OFF:
-            self._no_tcp = why_not() or self._listen_over_tcp()
+            reason = why_not() if self._tcp is Medium.SEALED_TCP else ""
+            self._no_tcp = reason or self._listen_over_tcp()
         if self._loop is not None:
             self._open_doors(self._loop)
 
@@ -180,7 +183,7 @@ class LinkListener:
         if made is None:
             return pack_none(question, "too many links are being opened to this server")
         self._forget_later()
-        listener = self._sockets.get(Medium.TCP)
+        listener = self._sockets.get(self._tcp)
         port = 0 if listener is None else listener.getsockname()[1]
         return pack_offer(question, Offer(Medium.UNIX in self._sockets, port, *made, self._no_tcp))
 
@@ -222,7 +225,7 @@ class LinkListener:
         if self._tcp_links is TcpLinks.BETWEEN_HOSTS and where.is_local:
             return "the server can only be reached by its own host"
         try:
-            self._sockets[Medium.TCP] = tcp_listener(where.host, BACKLOG)
+            self._sockets[self._tcp] = tcp_listener(where.host, BACKLOG)
         except OSError as error:
             return f"the server cannot listen for links over TCP: {error.strerror}"
         return ""

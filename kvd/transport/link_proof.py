@@ -40,7 +40,8 @@ class Medium(Enum):
     """What a link consists of."""
 
     UNIX = b"u"  # a socket within the host, in the clear
-    TCP = b"t"  # sealed
+    SEALED_TCP = b"t"
+    PLAIN_TCP = b"p"  # in the clear: between nodes without keys, whose secrets anybody could read
 
 
 class Proven(NamedTuple):
@@ -48,11 +49,13 @@ class Proven(NamedTuple):
 
     Attributes:
         principal: who holds its key.
-        seals: what seals the link, None for `Medium.UNIX`.
+        medium: what the link consists of.
+        seals: what seals the link, None unless it is `Medium.SEALED_TCP`.
         asker: who was offered the link. None: this process was.
     """
 
     principal: Principal
+    medium: Medium
     seals: Seals | None
     asker: Peer | None = None
 
@@ -78,7 +81,7 @@ def as_server(offers: OfferBook, incarnation: int, medium: Medium) -> Talk:
         raise HandshakeError("the other side does not know the secret of the link")
     offers.take(link)
     yield known.server_proof
-    return Proven(offer.principal, _seals(known.to_client, known.to_server, medium), offer.asker)
+    return Proven(offer.principal, medium, _seals(known.to_client, known.to_server, medium), offer.asker)
 
 
 def as_client(offer: Offer, principal: Principal, incarnation: int, medium: Medium) -> Talk:
@@ -93,7 +96,7 @@ def as_client(offer: Offer, principal: Principal, incarnation: int, medium: Medi
     proof = yield SECRET_BYTES
     if not hmac.compare_digest(proof, known.server_proof):
         raise HandshakeError("what listens there is not the server that offered the link")
-    return Proven(principal, _seals(known.to_server, known.to_client, medium))
+    return Proven(principal, medium, _seals(known.to_server, known.to_client, medium))
 
 
 def _transcript(greeting: bytes, link: bytes, challenge: bytes, incarnation: int, medium: Medium) -> bytes:
@@ -101,4 +104,4 @@ def _transcript(greeting: bytes, link: bytes, challenge: bytes, incarnation: int
 
 
 def _seals(ours: bytes, theirs: bytes, medium: Medium) -> Seals | None:
-    return Seals(Sealer(ours), Opener(theirs)) if medium is Medium.TCP else None
+    return Seals(Sealer(ours), Opener(theirs)) if medium is Medium.SEALED_TCP else None

@@ -20,7 +20,8 @@ from kvd.transport.offers import ID_BYTES, Offer, pack_ask
 from kvd.transport.sealing import why_not
 
 ANSWER_WITHIN_S = 10.0  # a server that does not answer would not take messages either
-OPEN_WITHIN_S = {Medium.TCP: 3.0, Medium.UNIX: 10.0}
+OPEN_WITHIN_S = 3.0
+OPEN_WITHIN_HOST_S = 10.0
 
 ELSEWHERE = "no link at this host: the peer is on another host, in another network namespace, or has links turned off"
 
@@ -56,11 +57,17 @@ class LinkSeeker:
         found: takes a connection whose other end has proven itself.
         not_found: is told why there is none.
         unix: whether to open links within the host.
-        tcp: whether to open links over TCP.
+        tcp: what links over TCP consist of; None: none are opened.
     """
 
     def __init__(
-        self, ask: Callable[[ServerPeer, bytes], object], found: Found, not_found: NotFound, *, unix: bool, tcp: bool
+        self,
+        ask: Callable[[ServerPeer, bytes], object],
+        found: Found,
+        not_found: NotFound,
+        *,
+        unix: bool,
+        tcp: Medium | None,
     ) -> None:
         self._ask = ask
         self._found = found
@@ -72,7 +79,7 @@ class LinkSeeker:
 
     @property
     def may_seek(self) -> bool:
-        return self._unix or self._tcp
+        return self._unix or self._tcp is not None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -147,8 +154,12 @@ class LinkSeeker:
 
     def _open_over_tcp(self, search: _Search, offer: Offer) -> None:
         where = tcp_address_of(search.address)
-        reason = "" if self._tcp else "turned off"
-        reason = reason or why_not() or ("" if offer.port else offer.reason)
+        reason = ""
+        if self._tcp is None:
+            reason = "turned off"
+        elif self._tcp is Medium.SEALED_TCP:
+            reason = why_not()
+        reason = reason or ("" if offer.port else offer.reason)
         if reason or where is None:
             self._fail(search, f"no link over TCP: {reason or 'the server is not reached over TCP'}")
             return
@@ -183,7 +194,8 @@ class LinkSeeker:
             connection.close()
             self._fail(search, f"no link over TCP: {error.strerror}")
             return
-        self._talk(search, offer, connection, Medium.TCP)
+        assert self._tcp is not None
+        self._talk(search, offer, connection, self._tcp)
 
     # ── the handshake ──
 
@@ -192,8 +204,9 @@ class LinkSeeker:
         assert search.principal is not None
         talk = as_client(offer, search.principal, search.peer, medium)
         done = partial(self._talked, search, offer, medium)
-        connecting = medium is Medium.TCP
-        search.half_open = HalfOpen(self._loop, connection, talk, done, OPEN_WITHIN_S[medium], connecting=connecting)
+        connecting = medium is not Medium.UNIX
+        limit_s = OPEN_WITHIN_S if connecting else OPEN_WITHIN_HOST_S
+        search.half_open = HalfOpen(self._loop, connection, talk, done, limit_s, connecting=connecting)
 
     def _talked(
         self, search: _Search, offer: Offer, medium: Medium, half_open: HalfOpen, outcome: Proven | str

@@ -6,6 +6,7 @@ import array
 import select
 import socket
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, TypeAlias
 
@@ -15,7 +16,12 @@ QUEUE_LIMIT_BYTES = 2 * MAX_PAYLOAD_BYTES
 COST_OF_ENTRY_BYTES = 256  # memory that a queued piece takes besides its bytes
 MOST_JOINED_BYTES = 64 << 10  # what is joined may be one record of a sealed link, which its reader takes in at once
 
+PIECES_AT_A_TIME = 1000  # in one system call; the kernel takes 1024
+SMALL_PIECE_BYTES = 16 << 10  # up to this a piece is cheaper to copy than to send by itself
+MOST_GATHERED_BYTES = 256 << 10
+
 FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # a plain number: faster than the enum
+_MORE = FLAGS | int(socket.MSG_MORE)  # over TCP the kernel waits for more before it fills a packet up
 
 Entry: TypeAlias = tuple["bytes | memoryview", "int | None"]  # bytes, and the descriptor to send with the first of them
 
@@ -32,12 +38,15 @@ class Writer(Protocol):
     def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
         """How many of the bytes it has taken. `more`: others follow at once."""
 
+    def write_all(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """The same for several pieces, one after the other."""
+
     def flush(self) -> None:
         """Gives the socket what it had no room for."""
 
 
 class PlainWriter:
-    """A socket within the host."""
+    """A socket within the host, or over TCP without keys."""
 
     has_unsent = False
     writes_at_a_time = 64
@@ -48,11 +57,25 @@ class PlainWriter:
     def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
         try:
             if descriptor is None:
-                return self._socket.send(data, FLAGS)
+                return self._socket.send(data, _MORE if more else FLAGS)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
             return self._socket.sendmsg([data], [rights], FLAGS)
         except BlockingIOError:
             return 0
+
+    def write_all(self, pieces: Sequence[bytes | memoryview]) -> int:
+        taken = 0
+        for at in range(0, len(pieces), PIECES_AT_A_TIME):
+            some = pieces[at : at + PIECES_AT_A_TIME]
+            is_last = at + len(some) == len(pieces)
+            try:
+                sent = self._socket.sendmsg(some, (), FLAGS if is_last else _MORE)
+            except BlockingIOError:
+                break
+            taken += sent
+            if sent < sum(map(len, some)):
+                break
+        return taken
 
     def flush(self) -> None:
         pass
@@ -92,9 +115,8 @@ class Outgoing:
         self._held.append(data)
         self._held_bytes += len(data)
 
-    def push(self, data: bytes | memoryview, descriptor: int | None = None, more: bool = False) -> None:
-        """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent.
-        `more`: others are pushed at once."""
+    def push(self, data: bytes | memoryview, descriptor: int | None = None) -> None:
+        """Sends at once, or queues what the socket does not take. The bytes must not change until they are sent."""
         if self._held:
             if self._held_bytes + len(data) > MOST_JOINED_BYTES:
                 self._push_held()
@@ -102,21 +124,45 @@ class Outgoing:
                 data = b"".join((*self._held, data))
                 self._drop_held()
         if not self.waits:
-            sent = self._writer.write(data, descriptor, more)
+            sent = self._writer.write(data, descriptor, False)
             if sent == len(data) and not self._writer.has_unsent:
                 return
-            self.waits = True
-            self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
             if sent:
                 data, descriptor = memoryview(data)[sent:], None
+            self._wait()
         if len(data):
-            self._queue.append((data, descriptor))
-            self._queued_bytes += len(data) + COST_OF_ENTRY_BYTES
+            self._wait_with(data, descriptor)
+
+    def push_all(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Pushes several pieces, with as few system calls as possible."""
+        if self._held:
+            pieces = [b"".join(self._held), *pieces]
+            self._drop_held()
+        sent = 0 if self.waits else self._writer.write_all(pieces)
+        for piece in pieces:
+            if sent >= len(piece):
+                sent -= len(piece)
+            else:
+                self._wait_with(memoryview(piece)[sent:], None)
+                sent = 0
+        if self._writer.has_unsent:
+            self._wait()
 
     def _push_held(self) -> None:
         data = b"".join(self._held)
         self._drop_held()
         self.push(data)
+
+    def _wait_with(self, data: bytes | memoryview, descriptor: int | None) -> None:
+        """The bytes wait for room in the socket."""
+        self._wait()
+        self._queue.append((data, descriptor))
+        self._queued_bytes += len(data) + COST_OF_ENTRY_BYTES
+
+    def _wait(self) -> None:
+        if not self.waits:
+            self.waits = True
+            self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
 
     def _drop_held(self) -> None:
         self._held.clear()
@@ -160,3 +206,23 @@ class Outgoing:
         self.clear()
         with suppress(OSError, ValueError):
             self._epoll.unregister(self._socket)
+
+
+def gathered(pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The same bytes, with small pieces that follow each other joined."""
+    found: list[bytes | memoryview] = []
+    run: list[bytes | memoryview] = []
+    run_bytes = 0
+    for piece in pieces:
+        nbytes = len(piece)
+        if run and (nbytes > SMALL_PIECE_BYTES or run_bytes + nbytes > MOST_GATHERED_BYTES):
+            found.append(b"".join(run))
+            run, run_bytes = [], 0
+        if nbytes > SMALL_PIECE_BYTES:
+            found.append(piece)
+        else:
+            run.append(piece)
+            run_bytes += nbytes
+    if run:
+        found.append(b"".join(run))
+    return found

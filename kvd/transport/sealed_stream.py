@@ -7,6 +7,7 @@ which is opened right where it belongs. Sealing is the only copy that a sender m
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ from kvd.transport.frames import InvalidFrameError
 from kvd.transport.incoming import Frame, FrameAssembler
 from kvd.transport.outgoing import FLAGS
 from kvd.transport.sealing import HEAD, OVERHEAD_BYTES, RECORD_BYTES, BrokenSealError, Opener, Sealer
+from kvd.transport.wake_ups import WakeUps
 
 WRITE_BYTES = 4 << 20  # sealed at most before the caller does something else
-WAKE_BYTES = RECORD_BYTES  # of a large payload: a reader that wakes up for less is slower
 READS_AT_A_TIME = 16  # a turn of the loop takes longer than reading and opening a record
 
 _MORE = FLAGS | int(socket.MSG_MORE)  # the kernel waits for more before it fills a packet up
@@ -62,6 +63,16 @@ class SealedWriter:
             self._send(_MORE if goes_on and taken < WRITE_BYTES else FLAGS)
         return taken
 
+    def write_all(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """Seals as many of the pieces as the socket has room for, up to `WRITE_BYTES` of each."""
+        taken = 0
+        for place, piece in enumerate(pieces, 1):
+            written = self.write(piece, None, place < len(pieces))
+            taken += written
+            if written < len(piece) or self.has_unsent:
+                break
+        return taken
+
     def flush(self) -> None:
         self._send(FLAGS)
 
@@ -81,7 +92,7 @@ class SealedIncoming:
         self._buffer = np.empty(RECORD_BYTES + OVERHEAD_BYTES + HEAD.size, np.uint8).data
         self._start = self._end = 0  # the range of the buffer that has not been opened yet
         self._reads_left = 0
-        self._wakes_at = 1  # bytes that make the socket readable
+        self._wake_ups = WakeUps(connection)
 
     def fill(self) -> bool:
         """Reads once; to be called when `take` returns None. False: the stream has ended. Raises OSError."""
@@ -114,7 +125,7 @@ class SealedIncoming:
             if frame is not None:
                 return frame
             if not self._open_next() and not self._read_on():
-                self._wake_late()
+                self._wake_ups.come_for(self._frames.missing_nbytes - (self._end - self._start))
                 return None
 
     @property
@@ -127,14 +138,6 @@ class SealedIncoming:
         if self._frames.is_empty:
             self._open_next()
         return self._frames.take_like(head, rest_nbytes)
-
-    def _wake_late(self) -> None:
-        """Readers wake up when so many bytes have arrived that it is worth the while, if so many are on their way."""
-        at_least_to_come = self._frames.missing_nbytes - (self._end - self._start)
-        wanted = WAKE_BYTES if at_least_to_come >= WAKE_BYTES else 1
-        if wanted != self._wakes_at:
-            self._wakes_at = wanted
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _read_on(self) -> bool:
         """Reads more of a large payload. False: there is nothing to read yet, or it is somebody else's turn."""

@@ -28,6 +28,7 @@ ALIGNMENT = 64
 SMALLEST_SEGMENT_BYTES = 4 << 20  # the first one: a process that sends little takes little
 LARGEST_SEGMENT_BYTES = 64 << 20  # a new segment doubles the arena up to this; a larger block gets its own segment
 STEPS_PER_DOUBLING = 8  # of the size classes: at most an eighth is wasted
+MOST_JOINED = 16  # a block is made of free ones of at least one part in so many: there are few to look through
 RETRY_AFTER_S = 1.0  # after the system refused memory
 
 F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1: no new map can be written to, and no hole can be punched
@@ -158,7 +159,7 @@ class Arena:
         if free:
             return (*free.pop(), size)
         self._recut()
-        carved = self._carve(size)
+        carved = self._carve(size) or self._join(size)
         if carved is None and self._grow(size):
             carved = self._carve(size)
         return self._larger(size) if carved is None else (*carved, size)
@@ -170,6 +171,37 @@ class Arena:
                 segment.carved += size
                 return segment, segment.carved - size
         return None
+
+    def _join(self, size: int) -> tuple[Segment, int] | None:
+        """Makes a block of smaller ones that lie side by side, and of the rest of their segment behind the last one."""
+        by_segment: dict[int, list[tuple[int, int]]] = {}  # offset and size of its free blocks
+        for each, free in self._free.items():
+            if each * MOST_JOINED >= size:
+                for segment, offset in free:
+                    by_segment.setdefault(segment.number, []).append((offset, each))
+        for number, blocks in by_segment.items():
+            segment = self._segments[number]
+            run: list[tuple[int, int]] = []
+            for offset, each in [*sorted(blocks), (segment.carved, segment.nbytes - segment.carved)]:
+                if run and offset != sum(run[-1]):
+                    run.clear()
+                run.append((offset, each))
+                start = run[0][0]
+                if offset + each - start >= size and start < segment.carved:
+                    self._use_run(segment, run, start + size)
+                    return segment, start
+        return None
+
+    def _use_run(self, segment: Segment, run: list[tuple[int, int]], end: int) -> None:
+        """Blocks that lie side by side become one, to its `end`. What is left of the last one stays free."""
+        for offset, each in run:
+            if offset < segment.carved:
+                self._free[each].remove((segment, offset))
+        last = sum(run[-1])
+        if run[-1][0] == segment.carved:
+            segment.carved = end
+        elif end < last:
+            self._free.setdefault(last - end, []).append((segment, end))
 
     def _recut(self) -> None:
         """Forgets the blocks of segments that are entirely free, so that they can be cut into other sizes."""

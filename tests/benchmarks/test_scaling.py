@@ -56,6 +56,13 @@ def test_the_memory_of_a_model_is_predicted_from_the_largest_smaller_one() -> No
     assert memory.needed_bytes(SYSTEM, Point("d", "4MiBx128", 4)) == 10 * (512 << 20)  # other processes: not known
 
 
+def test_shared_memory_counts_once_where_processes_say_how_much_they_share() -> None:
+    memory, point = Memory(), Point("a", "4MiBx64", 2)
+    roles = [{"role": "server", "peak_bytes": 4 * GIB, "share_bytes": GIB}, {"role": "scheduler", "peak_bytes": GIB}]
+    memory.learn(SYSTEM, point, Outcome([], roles))
+    assert memory.needed_bytes(SYSTEM, Point("b", "4MiBx128", 2)) == 4 * GIB
+
+
 def test_free_memory_is_read_from_the_kernels_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "machine_memory_bytes", lambda: 8 * GIB)
     assert free_bytes("MemTotal: 9 kB\nMemAvailable:    1048576 kB\n") == GIB

@@ -23,7 +23,7 @@ from kvd.client.facades.open import open_backend
 from kvd.node.launch import Job
 from kvd_cli.bench_report import table_lines
 from kvd_cli.bench_run import JobFailed, make_job, measure, roles_of
-from kvd_cli.bench_usage import Usage, Watch, cpu_s_of, usage_of
+from kvd_cli.bench_usage import Usage, Watch, cpu_s_of, share_bytes_of, usage_of
 from kvd_cli.bench_work import (
     IN_FLIGHT_NAME,
     ROWS_FILE,
@@ -176,6 +176,10 @@ def test_usage_is_read_from_the_kernel_and_kept_when_the_process_is_gone() -> No
     assert own.peak_bytes > 1 << 20
     assert own.cpu_s > 0
     assert usage_of(1 << 30) is None
+    share_bytes = share_bytes_of("self")
+    assert share_bytes is not None
+    assert 1 << 20 < share_bytes <= own.peak_bytes
+    assert share_bytes_of(1 << 30) is None
     pids: dict[str, int | str] = {"server-0": "self", "server-1": 1 << 30}
     told: list[object] = []
     watch = Watch(pids, pids.get, told.append)  # type: ignore[arg-type]
@@ -333,6 +337,7 @@ def test_bench_measures_a_cluster_of_its_own_and_draws_it(tmp_path: Path) -> Non
     ]
     assert all(role["peak_bytes"] > 1 << 20 and role["cpu_s"] > 0 for role in report["roles"])
     assert report["roles"][1]["bytes_led"] == (1 + 64 + 4 + 64) * 1024
+    assert all(1 << 20 < role["share_bytes"] <= role["peak_bytes"] for role in report["roles"][1:])
 
 
 def test_bench_measures_several_servers_over_ipc() -> None:

@@ -55,18 +55,22 @@ def pushpull(store: kvd.KVStore) -> Callable[[], object]:
     return lambda: store.pushpull("w", value, out)
 
 
-def listed(store: kvd.KVStore) -> Callable[[], object]:
-    names = [str(number) for number in range(10)]
-    values, outs = np.ones((10, 256), np.float32), np.empty((10, 256), np.float32)
-    store.init(names, list(values))
-    return lambda: store.pushpull(names, list(values), list(outs))
+def listed(count: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
+    def prepare(store: kvd.KVStore) -> Callable[[], object]:
+        names = [str(number) for number in range(count)]
+        values, outs = np.ones((count, 256), np.float32), np.empty((count, 256), np.float32)
+        store.init(names, list(values))
+        return lambda: store.pushpull(names, list(values), list(outs))
+
+    return prepare
 
 
 @pytest.mark.parametrize(
     ("prepare", "by_worker", "by_server"),
     [
         pytest.param(pushpull, 185, 320, id="1 KiB"),
-        pytest.param(listed, 245, 320, id="a list of ten"),
+        pytest.param(listed(10), 198, 320, id="a list of ten"),
+        pytest.param(listed(500), 240, 450, id="a list of five hundred"),
     ],
 )
 def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:

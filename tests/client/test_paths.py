@@ -101,7 +101,8 @@ def digests_of(workers: int, servers: int, *, bound: bool, rounds: int = 1, **ho
         def program(kv: kvd.KVStore) -> str:
             digest = Training(kv, bound=bound, rounds=rounds).digest()
             kinds = {path.kind for peer, path in paths_of(kv).items() if peer.kind is PeerKind.SERVER}
-            over_sockets = PathKind.SEALED_TCP if how.get("tcp_links") == "always" else PathKind.ZMQ
+            over_links = PathKind.PLAIN_TCP if how.get("insecure") else PathKind.SEALED_TCP
+            over_sockets = over_links if how.get("tcp_links") == "always" else PathKind.ZMQ
             assert kinds == {PathKind.SHARED_MEMORY if cluster.path == "shm" else over_sockets}
             return digest
 
@@ -117,8 +118,9 @@ def test_a_training_has_the_same_bits_on_every_path(workers: int, servers: int, 
     digests = {path: digests_of(workers, servers, bound=bound, path=path) for path in PATHS}
     assert len(digests["shm"]) == 1, "the workers disagree"
     assert digests == dict.fromkeys(PATHS, digests["shm"])
-    sealed = digests_of(workers, servers, bound=bound, path="tcp", tcp_links="always", insecure=False)
-    assert sealed == digests["shm"]
+    for insecure in (False, True):
+        over_links = digests_of(workers, servers, bound=bound, path="tcp", tcp_links="always", insecure=insecure)
+        assert over_links == digests["shm"]
 
 
 @pytest.mark.soak

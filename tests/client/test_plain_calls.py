@@ -43,7 +43,8 @@ def test_the_same_keys_are_recognised_with_any_arrays(kind: Callable[[Any], Any]
     found = plain.find(kind(NAMES), kind(values), kind(outs))
     assert found is not None
     assert list(found.names) == NAMES
-    for item, name, value, out in zip(found.items, NAMES, values, outs, strict=True):
+    assert found.listed is not None
+    for item, name, value, out in zip(found.listed.items(), NAMES, values, outs, strict=True):
         assert (item.key, item.spec) == (name, spec_of(value.dtype, value.shape, SLICE_BYTES))
         assert item.source.tobytes() == value.tobytes()
         item.target[:] = 0
@@ -151,6 +152,77 @@ def test_an_array_that_takes_another_shape_is_noticed(store: kvd.KVStore) -> Non
         store.pushpull(NAMES, values, outs)
     values[1].shape = outs[1].shape = (4,)
     np.testing.assert_array_equal(store.pushpull(NAMES, values, outs)[1], np.ones(4, np.float32))
+
+
+def test_what_is_changed_in_the_same_arrays_is_noticed(store: kvd.KVStore) -> None:
+    """Each is passed again, as the program has changed it in place."""
+    changes: dict[str, Callable[[Any], object]] = {
+        "its dtype": lambda array: setattr(array, "dtype", np.int32),
+        "its shape": lambda array: setattr(array, "shape", (2, 2)),
+        "its size": lambda array: array.resize((5,), refcheck=False),
+    }
+    for change in changes.values():
+        for changed in (0, 1):
+            both = arrays(), arrays()
+            store.pushpull(NAMES, *both)
+            change(both[changed][1])
+            with pytest.raises((kvd.ShapeMismatch, kvd.DtypeMismatch)):
+                store.pushpull(NAMES, *both)
+    values, outs = arrays(), arrays()
+    np.testing.assert_array_equal(store.pushpull(NAMES, values, outs)[1], np.ones(4, np.float32))
+
+
+def test_gaps_in_the_memory_of_arrays_are_noticed(store: kvd.KVStore) -> None:
+    """Their form is that of the last call, but their bytes lie elsewhere."""
+    spread = [np.arange(8, dtype=np.float32)[::2] for _ in NAMES]
+    wide = [np.zeros(8, np.float32) for _ in NAMES]
+    store.pushpull(NAMES, spread, [array[1::2] for array in wide])
+    for array in wide:
+        np.testing.assert_array_equal(array, [0, 0, 0, 2, 0, 4, 0, 6])
+
+
+def test_values_of_all_sizes_in_one_list() -> None:
+    """Some in parts of eight bytes, some with nothing at all, some of several slices; summed by two workers."""
+    names = [f"k{number}" for number in range(9)]
+    shapes: list[tuple[int, ...]] = [(3,), (), (0,), (5, 7), (1,), (2, 3), (40_000,), (8,), (4097,)]
+    steps = 6
+
+    def values_of(rank: int, step: int) -> list[Any]:
+        random = np.random.default_rng((rank, step))
+        return [np.asarray(random.normal(size=shape)).astype(np.float16) for shape in shapes]
+
+    def program(kv: kvd.KVStore) -> None:
+        kv.init(names, [np.zeros(shape, np.float16) for shape in shapes])
+        for step in range(steps):
+            values, outs = values_of(kv.rank, step), [np.zeros(shape, np.float16) for shape in shapes]
+            kv.pushpull(names, values, outs)
+            for place, out in enumerate(outs):
+                both = [values_of(rank, step)[place].astype(np.float32) for rank in range(2)]
+                np.testing.assert_array_equal(out, (both[0] + both[1]).astype(np.float16))
+            if step == 3:  # one moves alone, and the others meet it again a step later
+                kv.pushpull(names[4], values[4], outs[4])
+
+    with LocalCluster(2, 2, slice_bytes=1 << 16) as cluster:
+        cluster.run(program)
+
+
+def test_a_list_in_place(store: kvd.KVStore) -> None:
+    for _ in range(3):
+        values = [np.full(4, 3 + place, np.float32) for place in range(3)]
+        store.pushpull(NAMES, values)
+        for place, value in enumerate(values):
+            np.testing.assert_array_equal(value, np.full(4, 3 + place, np.float32))
+
+
+def test_keys_that_are_pushed_alone_in_between(store: kvd.KVStore) -> None:
+    for step in range(6):
+        outs = arrays()
+        store.pushpull(NAMES, [np.full(4, step, np.float32)] * 3, outs)
+        np.testing.assert_array_equal(outs[1], np.full(4, step, np.float32))
+        if step % 2:
+            store.push("b", np.full(4, 100 + step, np.float32))
+            np.testing.assert_array_equal(store.pull("b"), np.full(4, 100 + step, np.float32))
+        np.testing.assert_array_equal(store.pull("c"), np.full(4, step, np.float32))
 
 
 def test_an_array_that_becomes_read_only_is_noticed(store: kvd.KVStore) -> None:

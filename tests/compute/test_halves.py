@@ -29,7 +29,7 @@ class Work:
 
 @pytest.fixture(autouse=True)
 def _two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "_processors", lambda: 2)
+    monkeypatch.setattr(halves, "processors", lambda: 2)
 
 
 @pytest.mark.parametrize(("count", "elements", "threads"), [(7, MANY, 2), (2, MANY, 2), (1, MANY, 1), (7, MANY - 1, 1)])
@@ -55,7 +55,7 @@ def test_one_processor_and_a_system_without_threads_do_it_all_at_once(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
         in_halves(work, 10, MANY)
-    monkeypatch.setattr(halves, "_processors", lambda: 1)
+    monkeypatch.setattr(halves, "processors", lambda: 1)
     in_halves(work, 10, MANY)
     assert work.done == [*range(10), *range(10)]
     assert work.threads == {threading.get_ident()}

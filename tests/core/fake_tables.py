@@ -38,7 +38,7 @@ def next_version(job: Apply) -> TableVersion:
     return TableVersion(current.number + 1, current.rows + rows, current.nbytes + rows * ROW)
 
 
-def rows_at(job: ReadRows) -> Span:
+def rows_at(job: ReadRows) -> tuple[Span, ...]:
     """Each byte of a row is the number of its version."""
-    rows = bytes([job.version.number]) * (job.ids.nbytes // 8 * ROW)
-    return Span(rows, 0, len(rows))
+    sizes = [ids.nbytes // 8 * ROW for ids in job.ids]
+    return tuple([Span(bytes([job.version.number]) * size, 0, size) for size in sizes])

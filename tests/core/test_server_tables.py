@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Apply, Effect, ReadRows
+from kvd.core.machine import Apply, Effect, JobDone, ReadRows, Send, Span
 from kvd.core.server import targets
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import (
@@ -207,6 +207,36 @@ def test_a_pull_waits_for_its_version_and_gets_that_one() -> None:
     push_rows(harness, 0, 2, [5])
     push_rows(harness, 1, 2, [6])  # the next round is applied while the rows of this one are read
     assert values(harness.finish(reading)) == ((1,), [bytes([1]) * 2 * ROW])
+
+
+def test_all_who_wait_for_a_version_have_their_rows_read_in_one_job() -> None:
+    harness = with_table()
+    for rank in range(2):
+        pull_rows(harness, rank, 1, [5] * (rank + 1), request=70 + rank)
+    push_rows(harness, 0, 1, [5])
+    harness.hold = True
+    push_rows(harness, 1, 1, [6])
+    (reading,) = of(ReadRows, harness.finish(harness.jobs[0]))
+    assert [ids.nbytes for ids in reading.ids] == [8, 16]
+    effects = harness.finish(reading)
+    sent = [(send.message.request, send.payload[0].nbytes) for send in of(Send, effects)]
+    assert sent == [(70, ROW), (71, 2 * ROW)]
+
+
+def test_one_who_cannot_have_its_rows_is_told_and_the_others_get_theirs() -> None:
+    harness = with_table()
+    for rank in range(2):
+        pull_rows(harness, rank, 1, [5], request=70 + rank)
+    push_rows(harness, 0, 1, [5])
+    harness.hold = True
+    push_rows(harness, 1, 1, [6])
+    (reading,) = of(ReadRows, harness.finish(harness.jobs[0]))
+    harness.jobs.remove(reading)
+    rows = Span(bytes(ROW), 0, ROW)
+    effects = harness.step(JobDone(reading.job, (NotAllowed("no such row"), rows)))
+    told, values_ = said(effects)
+    assert (told.request, told.error, told.text) == (70, ErrorCode.NOT_ALLOWED, "no such row")
+    assert (values_.request, values_.versions) == (71, (1,))
 
 
 def test_the_version_before_can_be_read_and_no_earlier_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import TableVersion
-from kvd.core.server.memory_use import rows_need
+from kvd.core.server.memory_use import LEAST_SPARE_NBYTES, SPARE, rows_need
 from kvd.errors import NotAllowed
 from kvd.protocol.messages import Delete, ErrorCode, KeyId
 from tests.core.fake_tables import ROW, table
@@ -118,6 +118,55 @@ def test_a_push_that_is_applied_gives_its_memory_back_to_other_runs() -> None:
     version = harness.machine.table.slices["t", 0].log.current
     assert isinstance(version, TableVersion)
     assert granted(harness) == version.nbytes == harness.explain()["bytes_led"]
+
+
+def test_small_pushes_take_what_is_spare() -> None:
+    """So that what is used is not worked out for each of them."""
+    harness = with_table(memory=1 << 30)
+    push_rows(harness, 0, 1, TEN)
+    push_rows(harness, 1, 1, [])
+    first = granted(harness)
+    for clock in (2, 3, 4):
+        push_rows(harness, 0, clock, TEN)
+        push_rows(harness, 1, clock, range(clock, 100))
+    assert granted(harness) == first
+
+
+def test_what_is_spare_is_used_up_and_asked_for_again() -> None:
+    harness = with_table(memory=SPARE * LEAST_SPARE_NBYTES + 100 * NEED)
+    spare_pushes = LEAST_SPARE_NBYTES // NEED
+    push_rows(harness, 0, 1, TEN)
+    push_rows(harness, 1, 1, [])
+    assert granted(harness) >= LEAST_SPARE_NBYTES
+    with harness.validated_once():
+        for clock in range(2, spare_pushes + 4):
+            assert kinds(push_rows(harness, 0, clock, TEN))[-1] == "Staged"
+            push_rows(harness, 1, clock, [])
+    version = harness.machine.table.slices["t", 0].log.current
+    assert isinstance(version, TableVersion)
+    assert version.nbytes <= granted(harness) <= harness.memory.limit_bytes
+
+
+def test_what_is_spare_is_of_no_other_run() -> None:
+    """And it is no reason to refuse what fits without it."""
+    harness = with_table(memory=1 << 30)
+    push_rows(harness, 0, 1, TEN)
+    mine = granted(harness)
+    assert not harness.memory.grant(OTHER_RUN, (1 << 30) - mine + 1)
+    assert harness.memory.grant(OTHER_RUN, (1 << 30) - mine)
+    some = range(mine // rows_need(table(), 8 + ROW, None))
+    assert kinds(push_rows(harness, 1, 1, some[: len(some) - 10])) == ["Done", "Done"]
+    assert granted(harness) <= mine
+    assert "server 0 has no memory for these rows" in refusal(push_rows(harness, 0, 2, [*some, *TEN])).text
+
+
+def test_a_deleted_table_leaves_its_memory_to_other_runs() -> None:
+    harness = with_table(memory=1 << 30)
+    for clock in (1, 2):
+        push_rows(harness, 0, clock, TEN)
+        push_rows(harness, 1, clock, [])
+    is_deleted(harness)
+    assert granted(harness) == (1 << 30) // SPARE
 
 
 def test_a_push_that_comes_again_is_counted_once() -> None:

@@ -301,11 +301,3 @@ def test_the_lane_is_a_setting() -> None:
     assert not is_in_lane(harness)
     values(harness)
     assert len(harness.done) == harness._calls
-
-
-def test_a_call_on_very_many_keys_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.worker.lane.MOST_ITEMS", 2)
-    for keys, is_taken in ((("a", "b"), True), (("a", "b", "c"), False)):
-        harness = repeated(*keys)
-        push(harness, *keys)
-        assert is_in_lane(harness) is is_taken

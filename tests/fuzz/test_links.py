@@ -57,18 +57,21 @@ def message(header: bytes, body: bytes | None) -> bytes:
 
 
 @given(
-    st.lists(st.tuples(st.binary(min_size=1, max_size=50), st.none() | st.sampled_from(SIZES)), max_size=8),
-    st.lists(st.integers(1, 20_000), max_size=12),
+    said=st.lists(st.tuples(st.binary(min_size=1, max_size=50), st.none() | st.sampled_from(SIZES)), max_size=8),
+    cuts=st.lists(st.integers(1, 20_000), max_size=12),
 )
+@pytest.mark.parametrize("over_tcp", [False, True])
 @settings(STEADY, max_examples=60)
-def test_a_valid_stream_is_delivered_wherever_it_is_cut(said: list[tuple[bytes, int | None]], cuts: list[int]) -> None:
+def test_a_valid_stream_is_delivered_wherever_it_is_cut(
+    over_tcp: bool, said: list[tuple[bytes, int | None]], cuts: list[int]
+) -> None:
     wanted = [(header, None if nbytes is None else bytes(range(256)) * (nbytes // 256 + 1)) for header, nbytes in said]
     wanted = [
         (header, body if body is None else body[:nbytes])
         for (header, body), (_, nbytes) in zip(wanted, said, strict=True)
     ]
     stream = HELLO_FRAME + b"".join(message(header, body) for header, body in wanted)
-    with raw_pair() as (raw, end):
+    with raw_pair(over_tcp=over_tcp) as (raw, end):
         for length in cuts:
             raw.socket.sendall(stream[:length])
             stream = stream[length:]
@@ -84,10 +87,11 @@ def test_a_valid_stream_is_delivered_wherever_it_is_cut(said: list[tuple[bytes, 
 # ── any streams ──
 
 
-@given(st.binary(max_size=400), st.booleans())
+@pytest.mark.parametrize("over_tcp", [False, True])
+@given(stream=st.binary(max_size=400), greets=st.booleans())
 @settings(STEADY, max_examples=60)
-def test_any_bytes_end_the_link_or_wait_for_more(stream: bytes, greets: bool) -> None:
-    with raw_pair() as (raw, end):
+def test_any_bytes_end_the_link_or_wait_for_more(over_tcp: bool, stream: bytes, greets: bool) -> None:
+    with raw_pair(over_tcp=over_tcp) as (raw, end):
         raw.socket.sendall((HELLO_FRAME if greets else b"") + stream)
         finish(raw, end)
 
@@ -101,10 +105,12 @@ def finish(raw: Raw, end: End) -> None:
 
 
 class Streams:
-    """Streams of frames by seed: most fields are what they may be, some are not, and some frames bring descriptors."""
+    """Streams of frames by seed: most fields are what they may be, some are not, and some frames bring descriptors,
+    unless they come over TCP."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, *, over_tcp: bool) -> None:
         self._random = random
+        self._over_tcp = over_tcp
 
     def frame(self) -> bytes:
         random = self._random
@@ -122,7 +128,7 @@ class Streams:
 
     def play(self) -> tuple[int, int]:
         """A whole life of a link; how many messages it delivered, and whether garbage came."""
-        with raw_pair() as (raw, end), ExitStack() as stack:
+        with raw_pair(over_tcp=self._over_tcp) as (raw, end), ExitStack() as stack:
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._speak(raw, end, stack)
             finish(raw, end)
@@ -136,7 +142,8 @@ class Streams:
             data = self.frame()
             if random.random() < 0.1:
                 data = data[: random.randrange(len(data))]
-            rights = stack.enter_context(descriptors(random)) if random.random() < 0.5 else []
+            may_have_rights = not self._over_tcp and random.random() < 0.5
+            rights = stack.enter_context(descriptors(random)) if may_have_rights else []
             cut = random.randrange(len(data) + 1)
             self._send(raw, data[:cut], rights if random.random() < 0.1 else [])
             end.read()
@@ -183,15 +190,16 @@ def _descriptor(random: Random) -> int:
     return number
 
 
-def lives(seed: int, count: int) -> tuple[int, int]:
+def lives(seed: int, count: int, *, over_tcp: bool = False) -> tuple[int, int]:
     """So many lives of links; how many messages came through, and how many links ended with garbage."""
-    streams = Streams(Random(seed))
+    streams = Streams(Random(seed), over_tcp=over_tcp)
     outcomes = [streams.play() for _ in range(count)]
     return sum(delivered for delivered, _ in outcomes), sum(garbage for _, garbage in outcomes)
 
 
-def test_frames_and_descriptors_in_any_order() -> None:
-    delivered, garbage = lives(1, STREAMS)
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_frames_and_descriptors_in_any_order(over_tcp: bool) -> None:
+    delivered, garbage = lives(1, STREAMS, over_tcp=over_tcp)
     assert delivered > STREAMS // 10  # some get through
     assert STREAMS // 10 < garbage <= STREAMS
 

@@ -65,11 +65,12 @@ VERSION = TableVersion(1, 0, 0)
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
-        (ReadRows(7, "t", 0, VERSION, IDS), ["send", "job", "written"]),
-        (ReadRows(7, "t", 0, VERSION, MANY_IDS), ["send", "written", "job"]),
+        (ReadRows(7, "t", 0, VERSION, (IDS,)), ["send", "job", "written"]),
+        (ReadRows(7, "t", 0, VERSION, (MANY_IDS,)), ["send", "written", "job"]),
+        (ReadRows(7, "t", 0, VERSION, (IDS, IDS)), ["send", "written", "job"]),
         (ListRows(7, "t", 0, 0, 0, False, 1), ["send", "written", "job"]),
     ],
-    ids=["few rows", "many rows", "another job"],
+    ids=["few rows", "many rows", "few rows for many", "another job"],
 )
 def test_an_answer_waits_for_a_short_read_and_for_nothing_else(
     job: Job, expected: list[str], monkeypatch: pytest.MonkeyPatch

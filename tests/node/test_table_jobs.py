@@ -17,6 +17,7 @@ from kvd.core.machine import (
     Export,
     Extent,
     FirstBytes,
+    JobDone,
     Load,
     LoadRows,
     ReadPart,
@@ -76,8 +77,15 @@ class Part:
         return found
 
     def read_job(self, ids: list[int], version: TableVersion) -> Any:
-        payload = np.array(ids, np.int64).tobytes()
-        return self.runner.run(ReadRows(3, "t", 1, version, Span(payload, 0, len(payload))))
+        done = self.read_jobs([ids], version)
+        if done.error is not None:
+            return done
+        (rows,) = done.result
+        return JobDone(3, None, rows) if isinstance(rows, KvdError) else JobDone(3, rows)
+
+    def read_jobs(self, lists: list[list[int]], version: TableVersion) -> JobDone:
+        packed = [np.array(ids, np.int64).tobytes() for ids in lists]
+        return self.runner.run(ReadRows(3, "t", 1, version, tuple([Span(ids, 0, len(ids)) for ids in packed])))
 
 
 def payload_of(rows: dict[int, list[float]]) -> bytes:
@@ -295,6 +303,15 @@ def test_a_spec_of_no_table_is_refused() -> None:
     assert runner.slices == set()
 
 
+def test_rows_that_one_cannot_have_do_not_keep_the_others_from_theirs() -> None:
+    part = Part()
+    part.push(({1: [1.0] * WIDTH, 4: [2.0] * WIDTH}, 1), optimizer=None)
+    first, wrong, last = part.read_jobs([[4, 1], [1, 1 << 40], []], part.version).result
+    assert view(first, np.dtype(np.float64)).tolist() == [2.0] * WIDTH + [1.0] * WIDTH
+    assert isinstance(wrong, NotAllowed)
+    assert last.nbytes == 0
+
+
 def test_what_was_forgotten_is_not_there_and_the_others_are() -> None:
     part = Part()
     other = FirstBytes("t", 0, "float64", Span(None, 0, 0), spec_of())
@@ -305,8 +322,8 @@ def test_what_was_forgotten_is_not_there_and_the_others_are() -> None:
         assert isinstance(error, NotAllowed)
         assert "part 1 of table 't' is not here any more" in str(error)
     payload = np.array([1], np.int64).tobytes()
-    done = part.runner.run(ReadRows(3, "t", 0, TableVersion(0, 0, 0), Span(payload, 0, 8)))
-    assert view(done.result, np.dtype(np.float64)).tolist() == [0.25] * WIDTH
+    done = part.runner.run(ReadRows(3, "t", 0, TableVersion(0, 0, 0), (Span(payload, 0, 8),)))
+    assert view(done.result[0], np.dtype(np.float64)).tolist() == [0.25] * WIDTH
 
 
 def test_a_table_that_is_made_again_has_no_rows_and_no_state() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from kvd.core.machine import Gathered, LocalCall
+from kvd.core.requests import ListTransfer
 from kvd.core.server.express import ExpressRounds
 from kvd.core.server.lane import PushLane
 from kvd.core.server.rounds import SliceLog
+from kvd.core.server.row_lane import RowLane
 from kvd.core.worker.express import Express
+from kvd.core.worker.keys import KeyGroup
 from kvd.core.worker.lane import Flight, Lane
+from kvd.core.worker.list_moves import Whole
+from kvd.core.worker.loads import ListLoad
+from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.campaign import CAMPAIGNS
 from kvd.testing.trace import Trace
 
@@ -23,6 +30,7 @@ COMPARED = (
     "casts",
     "list training",
     "refusals, timeouts",
+    "tables, nasty",
 )
 NOTICED = (
     "rounds, nasty",
@@ -33,17 +41,21 @@ NOTICED = (
     "stepped",
     "singles",
     "singles, nasty",
+    "tables, nasty",
 )
+NOTICED_BY_LISTS = ("mixed, long pauses", "list training")
 SEEDS = 1  # of each in `make test`
 SOAK_SEEDS = 100
 
 
 class Seen:
-    """How often calls went by the lane of a worker and left it, the same of the express way; and how many pushes a
-    server's lane took, and held for their rounds."""
+    """How often calls went by the lane of a worker, those on lists among them, were completed there, and left it; how
+    often something else passed by a call; the same of the express way; and how many pushes the lanes of servers took,
+    those of batches, those that were held for their rounds, and those of tables."""
 
     def __init__(self) -> None:
-        self.begun = self.left = self.express = self.handed_over = self.taken = self.held = 0
+        self.begun = self.listed = self.left = self.passed = self.express = self.handed_over = 0
+        self.taken = self.held = self.rows_taken = 0
 
 
 @pytest.fixture
@@ -51,11 +63,18 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Ticks are left out of the digests: a machine may be woken for the deadline of a call that is over."""
     seen, begin, give_up, take, record = Seen(), Lane.begin, Lane.give_up, PushLane._take, Trace.record
     begin_express, hand_over, hold = Express.begin, Express.give_up, PushLane.hold
+    take_rows, lets_pass = RowLane._take_push, Lane.lets_pass
 
-    def counting(lane: Lane, *arguments: Any) -> bool:
-        begun = begin(lane, *arguments)
+    def counting(lane: Lane, event: LocalCall, request: Any, now: float) -> bool:
+        begun = begin(lane, event, request, now)
         seen.begun += begun
+        seen.listed += begun and isinstance(request, ListTransfer)
         return begun
+
+    def passing(lane: Lane, *arguments: Any) -> bool:
+        passes = lets_pass(lane, *arguments)
+        seen.passed += passes
+        return passes
 
     def leaving(lane: Lane) -> Flight:
         seen.left += 1
@@ -80,16 +99,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.held += held
         return held
 
+    def taking_rows(lane: RowLane, *arguments: Any) -> bool:
+        taken = take_rows(lane, *arguments)
+        seen.rows_taken += taken
+        return taken
+
     def recording(trace: Trace, text: str) -> None:
         if not text.endswith("Tick"):
             record(trace, text)
 
     monkeypatch.setattr(Lane, "begin", counting)
     monkeypatch.setattr(Lane, "give_up", leaving)
+    monkeypatch.setattr(Lane, "lets_pass", passing)
     monkeypatch.setattr(PushLane, "_take", taking)
     monkeypatch.setattr(Express, "begin", counting_express)
     monkeypatch.setattr(Express, "give_up", handing_over)
     monkeypatch.setattr(PushLane, "hold", holding)
+    monkeypatch.setattr(RowLane, "_take_push", taking_rows)
     monkeypatch.setattr(Trace, "record", recording)
     return seen
 
@@ -97,7 +123,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 def compare(name: str, seed: int) -> None:
     with_lanes = CAMPAIGNS[name].run(seed).digest()
     with pytest.MonkeyPatch.context() as patch:
-        for way, method in ((Lane, "begin"), (Express, "begin"), (PushLane, "_take"), (PushLane, "hold")):
+        for way, method in (
+            (Lane, "begin"),
+            (Express, "begin"),
+            (PushLane, "_take"),
+            (PushLane, "hold"),
+            (RowLane, "_take_push"),
+            (RowLane, "_take_pull"),
+        ):
             patch.setattr(way, method, lambda *arguments: False)
         assert CAMPAIGNS[name].run(seed).digest() == with_lanes, f"seed {seed}"
 
@@ -109,10 +142,13 @@ def test_lanes_change_nothing(seen: Seen) -> None:
     # Undisturbed trainings are run once for all tests of a process, so another test may have had theirs.
     assert seen.left > 20
     assert seen.begun - seen.left > 20
+    assert seen.listed > 20
+    assert seen.passed > 5
     assert seen.taken > 20
     assert seen.handed_over > 20
     assert seen.express - seen.handed_over > 20
     assert seen.held > 20
+    assert seen.rows_taken > 5
 
 
 @pytest.mark.soak
@@ -133,6 +169,16 @@ def stage_at_once(log: SliceLog, contribution: Any, push: Any) -> bool:
     return True
 
 
+def stay_together(group: KeyGroup) -> None:
+    """The keys do not get their clocks back."""
+    group.is_parted = True
+
+
+def first_ones(whole: Whole, sources: Sequence[Any]) -> Gathered:
+    """Whichever a message is to bring."""
+    return Gathered(sources[: len(whole.nbytes)], whole.gaps)
+
+
 # What the lanes must look at. Without it, a run differs or a checker complains.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "batches that the server does not know": lambda patch: patch.setattr(Lane, "_may_send", never),
@@ -144,17 +190,37 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "server: who has yet to push": lambda patch: patch.setattr(ExpressRounds, "_is_complete", never),
     "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
-    "clocks": lambda patch: patch.setattr("kvd.core.worker.lane.count_rounds", lambda *arguments: None),
+    "server: what may have changed for rows": lambda patch: patch.setattr(RowLane, "forget", lambda lane: None),
+    "server: rows that nobody waits for": lambda patch: patch.setattr(
+        "kvd.core.server.pending.PendingTable.may_open", never
+    ),
+    "clocks": lambda patch: patch.setattr("kvd.core.worker.loads.count_rounds", lambda *arguments: None),
+}
+
+MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "the clock of a list": lambda patch: patch.setattr(ListLoad, "pushed", lambda load: None),
+    "a key that moves alone": lambda patch: patch.setattr(KeyGroup, "part", stay_together),
+    "the clocks of keys that part": lambda patch: patch.setattr(
+        "kvd.core.worker.keys.move_to", lambda *arguments: None
+    ),
+    "which values of a list": lambda patch: patch.setattr(Whole, "gathered", first_ones),
+    "what passes by": lambda patch: patch.setattr(Lane, "lets_pass", never),
+    "heartbeats": lambda patch: patch.setattr(WorkerMachine, "_tick_session", lambda *arguments: None),
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_lane_is_noticed(name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[name](monkeypatch)
+@pytest.mark.parametrize(
+    ("name", "campaigns"),
+    [*((name, NOTICED) for name in MUTANTS), *((name, NOTICED_BY_LISTS) for name in MUTANTS_OF_LISTS)],
+)
+def test_a_broken_lane_is_noticed(
+    name: str, campaigns: Sequence[str], seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (MUTANTS | MUTANTS_OF_LISTS)[name](monkeypatch)
 
     def run_all() -> None:
         for seed in range(2):
-            for campaign in NOTICED:
+            for campaign in campaigns:
                 compare(campaign, seed)
 
     with pytest.raises(Exception):  # noqa: B017, PT011  a checker's, an assertion's, or the machine's own

@@ -15,6 +15,7 @@ from kvd.compute.compiled import warm_up
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.initializer import Constant
 from kvd.optimizer import SGD, Adagrad, Adam, Optimizer
+from kvd.tables import row_index, table
 from kvd.tables.contributions import Contributed, merged_rows
 from kvd.tables.description import RowSparse
 from kvd.tables.part import TablePart
@@ -170,8 +171,9 @@ def test_large_updates_and_reads_on_two_processors_have_the_same_bits(monkeypatc
         started.append(thread.name)
         start(thread)
 
-    monkeypatch.setattr(halves, "WORTH_A_THREAD", 1)
-    monkeypatch.setattr(halves, "_processors", lambda: 2)
+    for module in (halves, row_index, table):
+        monkeypatch.setattr(module, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(halves, "processors", lambda: 2)
     monkeypatch.setattr(threading.Thread, "start", noted)
     assert bits_of_rounds(Adagrad(0.1), "mean", 2) == alone
     assert "kvd-half" in started

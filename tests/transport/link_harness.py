@@ -17,6 +17,7 @@ from kvd.core.machine import LinkPeer, Peer, Span
 from kvd.core.principals import HOLDER, Principal
 from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
 from kvd.transport.link import Link, Sink
+from kvd.transport.link_proof import Medium, Proven
 from kvd.transport.link_reader import LinkReader
 from kvd.transport.offered import MapBudget
 from kvd.transport.segments import Arena
@@ -77,7 +78,9 @@ class End:
         sink = Sink()
         sink.on_message = self._take
         sink.on_garbage = lambda peer, text: self.garbage.append(text)
-        self.link = Link(LinkPeer("link"), connection, HOLDER, self.arena, self.reader.epoll, sink, self.budget)
+        medium = Medium.UNIX if connection.family == socket.AF_UNIX else Medium.PLAIN_TCP
+        proven = Proven(HOLDER, medium, None)
+        self.link = Link(LinkPeer("link"), connection, proven, self.arena, self.reader.epoll, sink, self.budget)
         self.reader.add(self.link)
 
     def _take(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal) -> None:
@@ -142,10 +145,20 @@ class Raw:
         return True
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    for end in (one, other):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return one, other
+
+
 @contextmanager
-def raw_pair() -> Iterator[tuple[Raw, End]]:
-    """A raw end, and a proper one that has received nothing yet."""
-    one, other = socket.socketpair()
+def raw_pair(*, over_tcp: bool = False) -> Iterator[tuple[Raw, End]]:
+    """A raw end, and a proper one that has received nothing yet: within the host, or over TCP and not sealed."""
+    one, other = tcp_pair() if over_tcp else socket.socketpair()
     raw, end = Raw(one), End(other)
     try:
         yield raw, end

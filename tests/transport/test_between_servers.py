@@ -36,6 +36,7 @@ WAYS: dict[str, tuple[PathKind, dict[str, Any], bool]] = {
     "within the host": (PathKind.SHARED_MEMORY, {}, True),
     "within the host, without keys": (PathKind.SHARED_MEMORY, {}, False),
     "sealed": (PathKind.SEALED_TCP, {"shared_memory": False, "tcp_links": TcpLinks.EVERYWHERE}, True),
+    "not sealed": (PathKind.PLAIN_TCP, {"shared_memory": False, "tcp_links": TcpLinks.EVERYWHERE}, False),
     "ZeroMQ": (PathKind.ZMQ, {"shared_memory": False, "tcp_links": TcpLinks.OFF}, True),
     "ZeroMQ without keys": (PathKind.ZMQ, {"shared_memory": False}, False),
 }

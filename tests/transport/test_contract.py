@@ -1,4 +1,4 @@
-"""What every transport guarantees: over TCP, ipc, links of both kinds in addition to TCP, and within one process."""
+"""What every transport guarantees: over TCP, ipc, links of all kinds in addition to TCP, and within one process."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Kind:
             return MemoryTransport(self.network)
         if self.name == "links":
             return HostTransport()
-        if self.name == "sealed links":
-            return HostTransport(shared_memory=False, tcp_links=TcpLinks.EVERYWHERE, curve=self.keys)
+        if self.name in ("sealed links", "plain links"):
+            keys = self.keys if self.name == "sealed links" else None
+            return HostTransport(shared_memory=False, tcp_links=TcpLinks.EVERYWHERE, curve=keys)
         return ZmqTransport()
 
     def listen(self, transport: Transport, address: str) -> str:
@@ -90,7 +91,7 @@ async def greet(client: Node, server: Node) -> Peer:
     return peer
 
 
-@pytest.fixture(params=["tcp", "ipc", "links", "sealed links", "memory"])
+@pytest.fixture(params=["tcp", "ipc", "links", "sealed links", "plain links", "memory"])
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
     return Kind(request.param, tmp_path)
 

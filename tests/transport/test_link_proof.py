@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import pytest
 
@@ -49,7 +50,7 @@ class Side:
 class Two:
     """A server with an offer, and a client that was told of it."""
 
-    medium: Medium = Medium.TCP
+    medium: Medium = Medium.SEALED_TCP
     client_medium: Medium | None = None
     client_thinks: int = SERVER
     book: OfferBook = field(default_factory=lambda: OfferBook(lambda: 0.0))
@@ -95,8 +96,15 @@ def test_both_ends_prove_themselves_and_have_keys_for_each_direction() -> None:
 def test_a_link_within_the_host_is_not_sealed() -> None:
     two = Two(Medium.UNIX)
     two.shake_hands()
-    assert two.client.proven == Proven(HOST, None)
-    assert two.server.proven == Proven(WORKER, None, ASKER)
+    assert two.client.proven == Proven(HOST, Medium.UNIX, None)
+    assert two.server.proven == Proven(WORKER, Medium.UNIX, None, ASKER)
+
+
+def test_a_link_over_tcp_between_nodes_without_keys_is_not_sealed() -> None:
+    two = Two(Medium.PLAIN_TCP)
+    two.shake_hands()
+    assert two.client.proven == Proven(HOST, Medium.PLAIN_TCP, None)
+    assert two.server.proven == Proven(WORKER, Medium.PLAIN_TCP, None, ASKER)
 
 
 def test_the_secret_is_never_said() -> None:
@@ -133,7 +141,7 @@ def test_no_byte_of_what_is_said_can_be_changed() -> None:
 def test_a_recorded_handshake_is_worth_nothing() -> None:
     two = Two()
     two.shake_hands()
-    again = Side(as_server(two.book, SERVER, Medium.TCP))
+    again = Side(as_server(two.book, SERVER, Medium.SEALED_TCP))
     again.start()
     with pytest.raises(HandshakeError, match="opened already"):
         again.hear(two.client.said[0])
@@ -143,7 +151,7 @@ def test_a_proof_is_bound_to_its_connection() -> None:
     """Someone who reads along repeats the client's proof on a connection of his own, and is faster than the client."""
     two = Two()
     two.client.hear(two.server.said[0])
-    own = Side(as_server(two.book, SERVER, Medium.TCP))
+    own = Side(as_server(two.book, SERVER, Medium.SEALED_TCP))
     own.start()
     with pytest.raises(HandshakeError, match="does not know the secret"):
         own.hear(two.client.said[0])
@@ -160,7 +168,8 @@ def test_a_client_is_not_convinced_by_its_own_proof() -> None:
 
 
 def test_proofs_are_bound_to_the_server_and_the_kind_of_socket() -> None:
-    for two in (Two(client_thinks=SERVER + 1), Two(Medium.TCP, Medium.UNIX), Two(Medium.UNIX, Medium.TCP)):
+    mixed = [Two(one, other) for one, other in permutations(Medium, 2)]
+    for two in (Two(client_thinks=SERVER + 1), *mixed):
         two.client.hear(two.server.said[0])
         with pytest.raises(HandshakeError, match="does not know the secret"):
             two.server.hear(two.client.said[0])
@@ -168,7 +177,7 @@ def test_proofs_are_bound_to_the_server_and_the_kind_of_socket() -> None:
 
 def test_a_wrong_proof_does_not_use_the_offer_up() -> None:
     two = Two()
-    other = Side(as_server(two.book, SERVER, Medium.TCP))
+    other = Side(as_server(two.book, SERVER, Medium.SEALED_TCP))
     other.start()
     with pytest.raises(HandshakeError):
         other.hear(two.offer.link + bytes(64))

@@ -13,6 +13,7 @@ import pytest
 
 from kvd.core.machine import SCHEDULER, PeerKind, ServerPeer
 from kvd.protocol.messages import PathKind
+from kvd.transport.link_listener import TcpLinks
 from tests.transport.host_harness import ROOT, Node, Process, eventually, run, two_nodes, with_process
 from tests.transport.link_harness import MIB
 
@@ -70,7 +71,7 @@ def test_links_that_are_turned_off_and_peers_that_are_not_servers() -> None:
         assert node.transport.paths()[SCHEDULER] == (PathKind.ZMQ, "links lead to servers only")
         assert await node.answer(SCHEDULER, b"echo") == (b"echo", None)
 
-    with_process(program, shared_memory=False)
+    with_process(program, shared_memory=False, tcp_links=TcpLinks.OFF)
     with_process(only_servers)
 
 

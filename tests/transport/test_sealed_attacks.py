@@ -12,10 +12,9 @@ import pytest
 from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport import link_listener
-from kvd.transport.link_proof import Medium
 from kvd.transport.link_seeker import LinkSeeker
 from tests.transport.host_harness import Node, eventually, run
-from tests.transport.sealed_harness import sealed_node, with_pair
+from tests.transport.tcp_harness import tcp_node, with_pair
 
 CLAIM_BYTES = 80  # what a client says to prove itself
 
@@ -66,7 +65,7 @@ async def relayed(
 ) -> AsyncIterator[tuple[Node, Node, ServerPeer, Relay]]:
     """A client whose link leads through a relay."""
     incarnation = ServerPeer(secrets.randbits(61) + 1)
-    client, server = sealed_node(), sealed_node()
+    client, server = tcp_node(), tcp_node()
     relay = None
     try:
         address = server.transport.listen("tcp://127.0.0.1:0")
@@ -144,7 +143,7 @@ def test_a_changed_handshake_leads_to_zmq(monkeypatch: pytest.MonkeyPatch, at: i
 
 
 def test_strangers_at_the_port_are_cut_off_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(link_listener.PROVE_WITHIN_S, Medium.TCP, 0.5)
+    monkeypatch.setattr(link_listener, "PROVE_WITHIN_S", 0.5)
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         address = server.transport.link_address

@@ -262,3 +262,55 @@ def test_a_limit_on_file_sizes_is_a_reason() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 1
     assert os.strerror(errno.EFBIG) in ran.stderr
+
+
+def test_free_blocks_side_by_side_become_a_larger_one_before_more_memory_is_taken() -> None:
+    arena = Arena(64 * MIB)
+    small = [taken(arena, MIB) for _ in range(4)]  # all of the first segment
+    used = arena.total_bytes
+    assert used == 4 * MIB
+    del small[1:3]
+    joined = taken(arena, 2 * MIB)
+    assert arena.total_bytes == used
+    joined[:] = 1
+    small[0][:] = small[-1][:] = 2
+    assert (joined == 1).all()
+    del joined
+    back = [taken(arena, 2 * MIB), taken(arena, 3 * MIB)]
+    assert arena.total_bytes == 2 * used
+    del back, small
+
+
+def test_what_is_left_of_a_joined_block_is_used() -> None:
+    arena = Arena(64 * MIB)
+    blocks = [taken(arena, 5 * MIB // 4) for _ in range(3)]  # and a rest of a quarter
+    used = arena.total_bytes
+    del blocks[1:]
+    joined = taken(arena, 11 * MIB // 4)  # of both and the rest
+    assert arena.total_bytes == used
+    del joined
+    first, second = taken(arena, MIB), taken(arena, 7 * MIB // 4)
+    assert arena.total_bytes == used
+    first[:], second[:], blocks[0][:] = 1, 2, 3
+    assert (first == 1).all()
+    assert (second == 2).all()
+
+
+def test_blocks_of_all_sizes_never_overlap_when_they_are_joined() -> None:
+    rng = random.Random(7)
+    arena = Arena(64 * MIB)
+    held: list[tuple[Any, int]] = []
+    for number in range(3000):
+        if held and rng.random() < 0.5:
+            block, value = held.pop(rng.randrange(len(held)))
+            assert block[0] == block[-1] == value
+            assert block[:: max(1, block.size // 7)].tolist() == [value] * len(block[:: max(1, block.size // 7)])
+            del block
+        elif sum(block.nbytes for block, _ in held) < 16 * MIB:
+            block = arena.allocate(rng.choice([4096, 70_000, MIB // 2, MIB, 3 * MIB]) + rng.randrange(64))
+            if block is not None:
+                block[:] = number % 251
+                held.append((block, number % 251))
+                del block
+    for block, value in held:
+        assert (block == value).all()

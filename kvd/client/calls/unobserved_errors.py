@@ -39,13 +39,12 @@ class UnobservedErrors:
 
     def watch(self, names: Sequence[str], handle: Handle) -> Handle:
         """Keeps the error of the call on these keys, if it fails, until its handle or a later call raises it."""
-        keys = frozenset(names)
 
         def ended(promise: Promise) -> None:
             error = promise.exception()
             if isinstance(error, KvdError):
                 handle.release_result()
-                self._keep(keys, handle, error)
+                self._keep(frozenset(names), handle, error)
 
         handle.on_end(ended)
         return handle

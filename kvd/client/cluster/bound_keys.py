@@ -19,9 +19,13 @@ class BoundKeys:
 
     Args:
         written: how the program writes the keys.
+
+    Attributes:
+        changes: how often keys were bound, or unbound.
     """
 
     def __init__(self, written: WrittenKeys) -> None:
+        self.changes = 0
         self._written = written
         self._arrays: dict[str, BoundArrays] = {}
         self._lock = threading.Lock()
@@ -32,6 +36,7 @@ class BoundKeys:
             fresh = {name: spec for name, spec in specs.items() if name not in self._arrays}
             made = adjacent_arrays(fresh, memory)
             self._arrays.update(made)
+            self.changes += 1
         return made
 
     def forget(self, names: Sequence[str]) -> None:
@@ -39,6 +44,7 @@ class BoundKeys:
         with self._lock:
             for name in names:
                 self._arrays.pop(name, None)
+            self.changes += 1
 
     def arrays(self, names: Sequence[str]) -> list[BoundArrays]:
         return [self._arrays[name] for name in names]

@@ -49,23 +49,27 @@ class HeldVersions:
     ) -> list[Array]:
         """The values that have arrived in the buffers, which are empty afterwards.
 
-        A value of several slices, or one that travelled in another form, gets memory of its own, and so does one that
-        lies in a server's memory if this worker keeps too many versions of its key there.
+        A value whose slices came in several messages, or one that travelled in another form, gets memory of its own,
+        and so does one that lies in a server's memory if this worker keeps too many versions of its key there.
         """
-        payloads = self._kept_payloads(names, buffers)
-        return [_array(buffer, spec, payloads) for buffer, spec in zip(buffers, specs, strict=True)]
+        wholes = [buffer.whole() for buffer in buffers]
+        payloads = self._kept_payloads(names, buffers, wholes)
+        each = zip(buffers, wholes, specs, strict=True)
+        return [_array(buffer, whole, spec, payloads) for buffer, whole, spec in each]
 
-    def _kept_payloads(self, names: Sequence[str], buffers: Sequence[ReassemblyBuffer]) -> Payloads:
+    def _kept_payloads(
+        self, names: Sequence[str], buffers: Sequence[ReassemblyBuffer], wholes: Sequence[Span | None]
+    ) -> Payloads:
         """By the identity of each payload that lies in a server's memory: the one that the program may keep for it,
         which may be an earlier one of the same bytes; None: it may keep none."""
         found: dict[int, tuple[memoryview, dict[str, None]]] = {}
         has_whole: set[int] = set()
-        for name, buffer in zip(names, buffers, strict=True):
-            for _, span in buffer.parts:
+        for name, buffer, whole in zip(names, buffers, wholes, strict=True):
+            for span in [span for _, span in buffer.parts] if whole is None else (whole,):
                 if type(span.buffer) is memoryview:
                     number = id(span.buffer.obj)
                     found.setdefault(number, (span.buffer, {}))[1][name] = None
-                    if len(buffer.parts) == 1:
+                    if whole is not None:
                         has_whole.add(number)
         kept: Payloads = {}
         with self._lock:
@@ -116,10 +120,9 @@ class HeldVersions:
             )
 
 
-def _array(buffer: ReassemblyBuffer, spec: KeySpec, payloads: Payloads) -> Array:
-    parts = buffer.parts
-    if len(parts) == 1 and spec.nbytes:
-        made = _view(parts[0][1], spec, payloads)
+def _array(buffer: ReassemblyBuffer, whole: Span | None, spec: KeySpec, payloads: Payloads) -> Array:
+    if whole is not None and spec.nbytes:
+        made = _view(whole, spec, payloads)
         if made is not None:
             buffer.clear()
             return made

@@ -15,6 +15,7 @@ import numpy as np
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.values import BYTE, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
+from kvd.client.cluster.listed_calls import ArrayForms, ListedCall, are_plain
 from kvd.core.requests import Item
 
 MOST_KEYS = 1 << 16  # that are recognised one by one
@@ -22,10 +23,25 @@ MOST_LISTS = 64  # and of the lists of keys, which are forgotten together
 
 
 class PlainCall(NamedTuple):
-    """The names of a call, and its items as `Arguments` would make them."""
+    """The names of a call, and its one item as `Arguments` would make it, or what stands in place of the items."""
 
     names: Sequence[str]
     items: tuple[Item, ...]
+    listed: ListedCall | None = None
+
+    def sources(self) -> list[Any]:
+        """What the machine reads: bytes of the arrays that are pushed."""
+        return [item.source for item in (self.items if self.listed is None else self.listed.items())]
+
+
+class RepeatedList:
+    """The names of a list of keys, and what the arrays of the last plain call on it were like."""
+
+    __slots__ = ("forms", "names")
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.forms: ArrayForms | None = None
 
 
 class PlainCalls:
@@ -40,7 +56,7 @@ class PlainCalls:
         self._bound = bound
         self._slice_bytes = slice_bytes
         self._keys: set[str] = set()
-        self._lists: dict[tuple[int, str, str], tuple[str, ...]] = {}  # by number, first and last of the keys
+        self._lists: dict[tuple[int, str, str], RepeatedList] = {}  # by number, first and last of the keys
 
     def note(self, key: Any, keys: KeyList) -> None:
         """A call on these keys, none of which is a table, was looked at: `key` as the program gave it."""
@@ -51,7 +67,7 @@ class PlainCalls:
             if len(self._lists) >= MOST_LISTS:
                 self._lists.clear()
             names = tuple(keys.names)
-            self._lists[len(names), names[0], names[-1]] = names
+            self._lists[len(names), names[0], names[-1]] = RepeatedList(names)
 
     def find(self, key: Any, value: Any, out: Any) -> PlainCall | None:
         """The call, if it is a plain one; of all others None.
@@ -62,25 +78,33 @@ class PlainCalls:
         if type(key) is str:
             item = self._item(key, value, out) if key in self._keys else None
             return None if item is None else PlainCall([key], (item,))
-        names = self._names_of(key)
-        if names is None or type(value) not in (list, tuple) or type(out) not in (list, tuple):
+        repeated = self._list_of(key)
+        if repeated is None or type(value) not in (list, tuple) or type(out) not in (list, tuple):
             return None
-        if not len(names) == len(value) == len(out):
+        if not len(repeated.names) == len(value) == len(out):
             return None
-        items = []
-        for each in zip(names, value, out, strict=True):
-            item = self._item(*each)
-            if item is None:
+        forms = repeated.forms
+        if forms is None or forms.bound_changes != self._bound.changes or not forms.fit(value, out):
+            forms = self._forms_of(repeated.names, value, out)
+            if forms is None:
                 return None
-            items.append(item)
-        return PlainCall(names, tuple(items))
+            repeated.forms = forms
+        return PlainCall(repeated.names, (), ListedCall(forms.keys, value, out))
 
-    def _names_of(self, key: Any) -> tuple[str, ...] | None:
-        """The names of a list of keys that was seen before: the same objects, in the same order."""
+    def _list_of(self, key: Any) -> RepeatedList | None:
+        """A list of keys that was seen before: the same objects, in the same order."""
         if type(key) not in (list, tuple) or not key or type(key[0]) is not str or type(key[-1]) is not str:
             return None
-        names = self._lists.get((len(key), key[0], key[-1]))
-        return names if names is not None and all(map(is_, key, names)) else None
+        repeated = self._lists.get((len(key), key[0], key[-1]))
+        return repeated if repeated is not None and all(map(is_, key, repeated.names)) else None
+
+    def _forms_of(self, names: tuple[str, ...], values: Sequence[Any], outs: Sequence[Any]) -> ArrayForms | None:
+        """Of arrays that are alike and lie in the memory of the program, for keys that are not bound; else None."""
+        changes = self._bound.changes
+        if any(map(self._bound.has, names)) or not are_plain(values):
+            return None
+        forms = ArrayForms(names, values, self._slice_bytes, changes)
+        return forms if forms.fit(values, outs) else None
 
     def _item(self, name: str, value: Any, out: Any) -> Item | None:
         """Of two arrays that are alike and lie in the memory of the program, as most do; None of others, and of keys

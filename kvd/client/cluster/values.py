@@ -287,20 +287,23 @@ class ClusterValues:
 
     def _pushpull_plain(self, call: PlainCall, out: Any) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""
-        names, items = call
+        names = call.names
         self._arguments.raise_unobserved(names)
         many = type(out) is not np.ndarray
         if not self._steps.take_pushes(names):
             keys = KeyList(list(names), many)
             return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
-        transfer = requests.Transfer(items, push=True, pull=True, place=self._steps.place)
-        reclaim = partial(self._engine.take_back, [item.source for item in items])
+        transfer = requests.Transfer(call.items, push=True, pull=True, place=self._steps.place)
+        if call.listed is None:
+            promise = self._submit_push(transfer)
+        else:
+            promise = self._engine.submit(requests.ListTransfer(call.listed, transfer))
         handle = Handle(
-            self._submit_push(transfer),
+            promise,
             lambda _: list(out) if many else out,
             "pushpull",
             self._engine.wait,
-            reclaim,
+            lambda: self._engine.take_back(call.sources()),
         )
         return self._watched(names, handle)
 

@@ -114,9 +114,10 @@ class KVStore(StoreProperties, KVStoreBase):
             ignore_sparse: is there for programs of MXNet. A table is never pulled whole: that raises NotAllowed.
             cast: `out` may have another floating dtype than the key: the value is converted when it has arrived.
             copy: False: a new array that is read-only, and lies in the memory of a server of this host if it can: a
-                value of up to `slice_bytes` whose bytes travelled as they are. It never changes, and that memory is
-                used again when the array and all views of it are gone. A worker may keep two versions of a key there;
-                what is pulled beyond them lies in its own memory, as do all other values.
+                value whose bytes travelled as they are, in one message, as all of up to `slice_bytes` do, and larger
+                ones in a list call of much more. It never changes, and that memory is used again when the array and all
+                views of it are gone. A worker may keep two versions of a key there; what is pulled beyond them lies in
+                its own memory, as do all other values.
 
         Raises:
             KeyNotFound: nobody made the key.

@@ -58,6 +58,7 @@ from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import Replication
 from kvd.core.server.resume import OF_RESUMPTION, Resumption
+from kvd.core.server.row_lane import RowLane, Stillness
 from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.slice_jobs import SliceJobs
@@ -107,7 +108,7 @@ from kvd.protocol.messages import (
 
 # What these ask for, or change, is spread over all slices that a server leads.
 ABOUT_ALL_SLICES = frozenset({Attach, Drop, TakeStep, SetOptimizer, UpdateOptimizer}) | OF_RESUMPTION
-_USUAL = frozenset({PushBatch, PullBatch})  # the lane remembers what it knows when these come
+_USUAL = frozenset({PushBatch, PullBatch, Push, PullRows})  # the lanes say themselves what they forget when these come
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,25 @@ class ServerMachine:
         )
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes, use.ids_error)
+
+        def forget_all() -> None:
+            lane.forget()
+            row_lane.forget()
+
+        row_lane = RowLane(
+            effects,
+            attachments,
+            self.table,
+            waiters,
+            Stillness(participants, disputes, captures, pushes.late, elsewhere.leaving),
+            readings,
+            use,
+            pushes,
+            pulls,
+            forget_all,
+            small_push_bytes=settings.small_push_bytes,
+            is_on=settings.lanes,
+        )
         shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
         handovers = Handovers(
             session, self.table, effects, records, control.held, elsewhere, replicas.is_handing_over, self._woken
@@ -309,7 +329,7 @@ class ServerMachine:
         self._followers = _Followers(
             of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
             of_replaced=(control.drop_sender, batches.drop_sender),
-            of_unusual=lane.forget,
+            of_unusual=forget_all,
         )
         resumption = Resumption(
             session.view, self.table, effects, attachments, targets, records, elsewhere, agreement, pushes.advance
@@ -317,9 +337,9 @@ class ServerMachine:
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
             PushBatch: lane.push_batch,
             PullBatch: pulls.pull_batch,
-            Push: pushes.push,
+            Push: row_lane.push,
             Pull: pulls.pull,
-            PullRows: pulls.pull_rows,
+            PullRows: row_lane.pull,
             ListRows: RowLists(effects, attachments, slice_jobs).list,
             DeclareBatch: targets.declare,
             Attach: attachments.attach,

@@ -21,6 +21,8 @@ HELD_COPIES = 5  # of each slice that it holds for another: the same, and two re
 ROW_COPIES = 3  # of a row that is pushed to a table: what was pushed, the row, and the row as it was
 ROW_OVERHEAD_NBYTES = 96  # of a new row, besides: to find it, and to know when it goes (docs/tables.md)
 GROWTH = 16  # the memory of a table grows by one part in so many, or by what is pushed if that is more
+SPARE = 64  # one part in so many of the free memory is asked for in advance, for pushes and pulls of rows
+LEAST_SPARE_NBYTES = 1 << 20  # less is not worth it
 
 
 def rows_need(spec: KeySpec, nbytes: int, optimizer: Optimizer | None) -> int:
@@ -42,6 +44,9 @@ class MemoryUse:
         copied_nbytes: of rows that are copied for a snapshot.
         give_up_copies: gives these up, and says whether there were any: training goes first.
         optimizer: the one that is set.
+
+    What is used and what is free is worked out when somebody asks, which takes longer than a push of few rows may. So
+    some more is asked for with it (`SPARE`), and rows take of that, until it is used up and all is worked out again.
 
     Attributes:
         creating_nbytes: of slices that are being made.
@@ -71,6 +76,8 @@ class MemoryUse:
         self._optimizer = optimizer
         self.creating_nbytes = 0
         self._are_encoded = False
+        self._spare_nbytes = 0  # granted, and used by nothing yet
+        self._is_exact = True  # since `give_back` nothing was asked for but what was spare
 
     # ── keys ──
 
@@ -124,8 +131,15 @@ class MemoryUse:
         return ""
 
     def give_back(self) -> None:
-        """Less is needed than before: other runs may have the rest."""
-        self._memory.grant(self._session.run, self._demand())
+        """Less is needed than before: other runs may have the rest, but for what is spare."""
+        self._is_exact = True
+        self._grant(self._demand())
+
+    def rows_applied(self) -> None:
+        """The same after an update of a table. Pushes that took what was spare alone give nothing back: that is worked
+        out again when it is used up."""
+        if not self._is_exact:
+            self.give_back()
 
     # ── rows, and what is held for others ──
 
@@ -142,7 +156,7 @@ class MemoryUse:
     def copy_error(self, key: str, nbytes: int) -> str:
         """Why there is no memory to copy so many bytes of a table for a snapshot; empty if there is."""
         demand = self._demand() + nbytes
-        if self._memory.grant(self._session.run, demand):
+        if self._grant(demand):
             return ""
         return (
             f"{self._session.name} has no memory for a copy of table {key!r}: it would take it to {demand >> 20} MiB, "
@@ -150,6 +164,9 @@ class MemoryUse:
         )
 
     def _table_error(self, key: str, what: str, nbytes: int) -> str:
+        if nbytes <= self._spare_nbytes:
+            self._spare_nbytes -= nbytes
+            return ""
         if self._is_granted(nbytes):
             return ""
         demand = self._demand() + nbytes
@@ -168,10 +185,17 @@ class MemoryUse:
 
     def _is_granted(self, more: int) -> bool:
         """Whether the run may use so many bytes more. Copies for a snapshot give way."""
-        run = self._session.run
-        if self._memory.grant(run, self._demand() + more):
-            return True
-        return self._give_up_copies() and self._memory.grant(run, self._demand() + more)
+        self._is_exact = False
+        return self._grant(self._demand() + more) or (self._give_up_copies() and self._grant(self._demand() + more))
+
+    def _grant(self, nbytes: int) -> bool:
+        """Whether the run may use so many bytes in all. Then it gets some more, which are spare."""
+        run, memory = self._session.run, self._memory
+        if not memory.grant(run, nbytes):
+            return False
+        spare = (memory.limit_bytes - memory.of_others(run) - nbytes) // SPARE
+        self._spare_nbytes = spare if spare >= LEAST_SPARE_NBYTES and memory.grant(run, nbytes + spare) else 0
+        return True
 
     # ── how much it is ──
 

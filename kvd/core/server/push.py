@@ -344,7 +344,7 @@ class Pushes:
         """The closed round becomes a version, and those who waited for it are answered."""
         record = group.commit(made.buffer, made.encoded)
         if group.is_of_table:
-            self._memory.give_back()
+            self._memory.rows_applied()
         if not self._view.is_sync:
             self.staleness.committed(group, record)
         self._waiters.settle(group)

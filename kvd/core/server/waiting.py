@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.core.machine import JobDone, ReadRows, Received, Span, spans_of
 from kvd.core.refusals import code_of
@@ -18,6 +18,7 @@ from kvd.core.server.groups import FusedGroup, Waiting
 from kvd.core.server.merged_codings import coding_of, is_taken
 from kvd.core.server.pending import Pending, PendingTable
 from kvd.core.server.targets import PushTarget
+from kvd.errors import KvdError
 from kvd.protocol.messages import (
     ANY_CLOCK,
     MAX_TEXT_CHARS,
@@ -33,12 +34,22 @@ from kvd.protocol.messages import (
 )
 
 
+class _Wanted(NamedTuple):
+    """Rows that a pull wants of a version, which is there."""
+
+    waiting: Waiting
+    version: int
+    buffer: Any
+    ids: Span
+
+
 class Waiters:
     """Lets requests wait at the groups that they are about, and answers them."""
 
     def __init__(self, effects: ServerEffects) -> None:
         self.pending = PendingTable()
         self._effects = effects
+        self._to_read: list[_Wanted] = []  # since the last job that reads rows
         self._reading: set[Pending] = set()  # whose rows the shell is reading
 
     def joins_open(self, event: Received, request: int) -> bool:
@@ -66,6 +77,8 @@ class Waiters:
                 self._leave_out(target.group, waiting)
             elif not self._settle(target.group, waiting):
                 target.group.waiting.append(waiting)
+            if self._to_read:
+                self._read_rows(target.group)
             if pending.closed:
                 return
 
@@ -87,6 +100,8 @@ class Waiters:
                 self._answer_simply(pending, version, spans)
             elif not self._settle(group, entry):
                 group.waiting.append(entry)
+        if self._to_read:
+            self._read_rows(group)
 
     def _answer_simply(self, pending: Pending, version: int, spans: tuple[Span, ...]) -> None:
         """What `_settle` and `_answer` do for a request about this version of all of one group, and nothing else."""
@@ -105,6 +120,8 @@ class Waiters:
                 group.waiting.append(entry)
             elif not entry.pending.closed:
                 self._leave_out(group, entry)
+        if self._to_read:
+            self._read_rows(group)
 
     def _leave_out(self, group: FusedGroup, waiting: Waiting) -> None:
         """A push does not count in the group: what it pulls is the newest value."""
@@ -128,7 +145,7 @@ class Waiters:
                 return True
             slice_ = waiting.slice
             if pending.row_ids is not None:
-                self._read_rows(group, waiting, version, buffer, pending.row_ids)
+                self._to_read.append(_Wanted(waiting, version, buffer, pending.row_ids))
                 return True
             spans = spans_of(buffer, group.nbytes) if slice_ is None else (slice_.span(buffer),)
             encoded = slice_.encoded.get(version) if pending.takes and slice_ is not None else None
@@ -146,27 +163,39 @@ class Waiters:
             self._answer(pending)
         return True
 
-    def _read_rows(self, group: FusedGroup, waiting: Waiting, version: int, buffer: Any, ids: Span) -> None:
-        """Has rows of a part of a table read. Later updates come after it, so it is the version that is asked for."""
-        pending = waiting.pending
+    def _read_rows(self, group: FusedGroup) -> None:
+        """Has rows of a part of a table read, those of one version in one job. Later updates come after it, so it is
+        the version that is asked for."""
+        to_read, self._to_read = self._to_read, []
+        self._reading.update([wanted.waiting.pending for wanted in to_read])
+        for version in dict.fromkeys([wanted.version for wanted in to_read]):
+            self._start_reading(group, [wanted for wanted in to_read if wanted.version == version])
+
+    def _start_reading(self, group: FusedGroup, to_read: Sequence[_Wanted]) -> None:
         key, index = group.slices[0].key, group.slices[0].index
+        buffer, ids = to_read[0].buffer, tuple([wanted.ids for wanted in to_read])
 
         def done(job: JobDone) -> None:
-            self._reading.discard(pending)
-            if pending.closed:
-                return
-            if job.error is not None:
-                text = str(job.error)[:MAX_TEXT_CHARS]
-                self.fail(pending, Refused(pending.request, code_of(job.error), text, key))
-                return
-            if not group.log.sync and waiting.rank != NO_RANK:
-                group.log.was_sent(waiting.rank, version)
-            pending.spans[0], pending.versions[0] = (job.result,), version
-            pending.remaining -= 1
-            self._answer(pending)
+            found = [job.error] * len(to_read) if job.error is not None else job.result
+            for wanted, rows in zip(to_read, found, strict=True):
+                self._rows_are_read(group, wanted, rows)
 
-        self._reading.add(pending)
         self._effects.start_job(lambda job: ReadRows(job, key, index, buffer, ids), done)
+
+    def _rows_are_read(self, group: FusedGroup, wanted: _Wanted, rows: Span | KvdError) -> None:
+        waiting, version, pending = wanted.waiting, wanted.version, wanted.waiting.pending
+        self._reading.discard(pending)
+        if pending.closed:
+            return
+        if isinstance(rows, KvdError):
+            text = str(rows)[:MAX_TEXT_CHARS]
+            self.fail(pending, Refused(pending.request, code_of(rows), text, group.slices[0].key))
+            return
+        if not group.log.sync and waiting.rank != NO_RANK:
+            group.log.was_sent(waiting.rank, version)
+        pending.spans[0], pending.versions[0] = (rows,), version
+        pending.remaining -= 1
+        self._answer(pending)
 
     def _version_is_gone(self, group: FusedGroup, pending: Pending, version: int) -> None:
         text = (

@@ -111,6 +111,8 @@ class CallBook:
         """Enters a call. It is completed at once if this node has failed."""
         number, request, deadline, answer_s = event
         is_push, place = False, 0
+        if isinstance(request, requests.ListTransfer):
+            request = request.in_full()
         if isinstance(request, requests.Transfer):
             is_push, place = request.push, request.place
         ends_at = deadline if answer_s is None else min(deadline, now + answer_s)

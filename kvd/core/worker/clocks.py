@@ -146,7 +146,7 @@ class WorkerClocks:
         self._rewound = request.clock
         for key in self._keys.by_name.values():
             key.window.rewind(request.clock)
-        self._steps.go_back(max([key.window.clock for key in self._keys.by_name.values()], default=0))
+        self._steps.go_back(max([key.clock for key in self._keys.by_name.values()], default=0))
         self._begin_again(call)
 
     def resume(self, call: Call, request: requests.Resume) -> None:
@@ -183,18 +183,18 @@ class WorkerClocks:
     def inherited(self, name: str) -> Inheritance | None:
         """What a predecessor has left in the key; None without one, or while the key is not known."""
         key = self._keys.by_name.get(name)
-        return None if key is None else key.window.inherited
+        return None if key is None else key.own_window.inherited
 
     def clock_of(self, call: Call, request: requests.ClockOf) -> None:
         """Completes the call with the clock of its key."""
         (key,) = call.keys
-        self._calls.complete(call, key.window.clock)
+        self._calls.complete(call, key.clock)
 
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
         key = self._keys.by_name.get(name)
-        return key is not None and key.window.has_pushed
+        return key is not None and key.has_pushed
 
     def explain(self) -> dict[str, int]:
         """The clocks of the keys that are ready."""
-        return {key.name: key.window.clock for key in self._keys.by_name.values() if key.state is KeyState.READY}
+        return {key.name: key.clock for key in self._keys.by_name.values() if key.state is KeyState.READY}

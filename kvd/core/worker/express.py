@@ -21,6 +21,7 @@ from kvd.core.requests import Item, Transfer
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.lane import Flight, Lane
+from kvd.core.worker.loads import ItemLoad
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.push_window import count_rounds
@@ -92,7 +93,7 @@ class Express:
         """Begins a call, whose numbers are in `repeated`; its message must leave before the machine's next step. False:
         nothing was done, and the call goes the general way."""
         lane = self._lane
-        if self.in_flight is not None or lane.is_busy or lane.others_due_at is None or now >= lane.others_due_at:
+        if self.in_flight is not None or lane.is_busy or lane.is_due(now):
             return False
         if repeated.generation != lane.generation and not self._is_still(repeated):
             return False
@@ -115,7 +116,7 @@ class Express:
     def end(self, repeated: Repeated, version: int, now: float) -> bool:
         """The server has answered with the value in this version. False: the call is an ordinary one by now, or becomes
         one, and waits for this answer."""
-        if self.in_flight is not repeated or now >= self.due_at or now >= (self._lane.others_due_at or 0.0):
+        if self.in_flight is not repeated or now >= self.due_at or self._lane.is_due(now):
             return False
         if version != repeated.clock and self._view.is_sync:
             return False
@@ -134,7 +135,8 @@ class Express:
         event = repeated.make_call()
         assert isinstance(event.request, Transfer)
         self.in_flight, self.due_at, repeated.make_call = None, NEVER, None
-        flight = Flight(event, event.request, repeated.begun, repeated.step, (repeated.key.window,), [None], 1)
+        load = ItemLoad((repeated.key,), (repeated.key.window,), (repeated.plan,), event.request.items)
+        flight = Flight(event, event.request, repeated.begun, repeated.step, load, 1)
         flight.awaited[repeated.request] = repeated.plan, repeated.peer
         return flight, due_at
 

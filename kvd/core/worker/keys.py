@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any
 
 from kvd.core.membership import ViewState
-from kvd.core.worker.push_window import PushWindow
+from kvd.core.worker.push_window import PushWindow, move_to
 from kvd.protocol.specs import KeySpec
 
 
@@ -31,9 +32,51 @@ KEY_TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
 }
 
 
+class KeyGroup:
+    """Keys at rest that the calls of a list move together: their clock is here, and not in their windows.
+
+    Whoever wants to change anything about one of the keys takes its `window`, or its state to another one: that parts
+    the group, and each key has its clock again. So what was found out about them all holds until then.
+
+    Attributes:
+        keys: each once. All are READY, under the same clock, and in no other group.
+        clock: as in their windows.
+        is_parted: whether it is over.
+    """
+
+    __slots__ = ("clock", "is_parted", "keys")
+
+    def __init__(self, keys: tuple[WorkerKey, ...]) -> None:
+        self.clock = keys[0].window.clock
+        self.keys = keys
+        self.is_parted = False
+        for key in keys:
+            key.group = self
+
+    def part(self) -> None:
+        if not self.is_parted:
+            self.is_parted = True
+            move_to([key.own_window for key in self.keys], self.clock)
+            for key in self.keys:
+                key.group = None
+
+    def validate(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        for key in self.keys:
+            assert key.group is self, f"{key.name!r} left its group alone"
+            assert key.state is KeyState.READY, f"{key.name!r} is {key.state} in its group"
+            window = key.own_window
+            assert window.clock <= self.clock, f"the group is behind {key.name!r}: {self.clock}, {window}"
+            assert not window.is_in_use, f"{key.name!r} moves by itself in its group: {window}"
+
+
 @dataclass(slots=True, eq=False)
 class WorkerKey:
-    """One key, as this worker sees it. A key that is READY, DELETING or LOST has its spec, partitions and lineages."""
+    """One key, as this worker sees it. A key that is READY, DELETING or LOST has its spec, partitions and lineages.
+
+    Attributes:
+        own_window: of a key in a group all but its clock is right. To look at, not to change: see `window`.
+    """
 
     name: str
     spec: KeySpec | None = None
@@ -41,11 +84,34 @@ class WorkerKey:
     creation: int = 0  # tells it from the keys of its name that were deleted
     lineages: dict[int, int] = field(default_factory=dict)  # of those partitions, when the key was placed
     state: KeyState = KeyState.UNKNOWN
-    window: PushWindow = field(default_factory=PushWindow)
+    own_window: PushWindow = field(default_factory=PushWindow)
+    group: KeyGroup | None = None
     queue: deque[Any] = field(default_factory=deque)  # calls that wait to start; changed by KeyQueue only
     checked_spec: KeySpec | None = None  # the last spec of a program's value that was found to be the same
     is_publishing: bool = False  # its Publish was sent: others may use it already
     is_initialised_here: bool = False  # by this incarnation
+
+    @property
+    def window(self) -> PushWindow:
+        """Its window, which may be changed. A key in a group leaves it, and so do the others."""
+        if self.group is not None:
+            self.group.part()
+        return self.own_window
+
+    @property
+    def clock(self) -> int:
+        """That of its window; the key stays in its group. Any thread may ask."""
+        group = self.group
+        return self.own_window.clock if group is None else group.clock
+
+    @property
+    def has_pushed(self) -> bool:
+        """See `PushWindow.has_pushed`. Any thread may ask."""
+        return self.clock != self.own_window.base_clock
+
+    def leave_group(self) -> None:
+        if self.group is not None:
+            self.group.part()
 
     @property
     def is_table(self) -> bool:
@@ -56,18 +122,22 @@ class WorkerKey:
         """Changes the state, as KEY_TRANSITIONS allows; to stay is always allowed."""
         if state is not self.state and state not in KEY_TRANSITIONS[self.state]:
             raise RuntimeError(f"key {self.name!r} cannot become {state} when it is {self.state}: this is a bug in kvd")
+        if state is not self.state:
+            self.leave_group()
         self.state = state
 
     def forget(self) -> None:
         """The key was deleted. The calls that queue for it stay."""
+        self.leave_group()
         self.move_to(KeyState.UNKNOWN)
         self.spec = self.checked_spec = None
         self.partitions, self.lineages = (), {}
-        self.window = PushWindow()
+        self.own_window = PushWindow()
         self.is_publishing = self.is_initialised_here = False
 
     def place(self, spec: KeySpec, creation: int, view: ViewState) -> None:
         """Takes the spec and the creation, and notes where the slices are."""
+        self.leave_group()
         self.spec, self.checked_spec, self.creation = spec, None, creation
         self.partitions = tuple([view.partition_of(self.name, index) for index in range(spec.num_slices)])
         self.lineages = {partition: view.lineage_of(partition) for partition in sorted(set(self.partitions))}
@@ -92,6 +162,30 @@ class WorkerKey:
         return [partition for partition, held in self.lineages.items() if view.has_begun_anew(partition, held)]
 
 
+def windows_at_rest(keys: Sequence[WorkerKey | None], specs: Iterable[KeySpec | None]) -> tuple[PushWindow, ...] | None:
+    """The windows of the keys, if each takes a call at once, all of them under the same clock, and no value need be
+    checked. Keys that are looked at leave their groups.
+
+    Args:
+        specs: of the values, one per key; None: they are like the key's, whatever that is.
+    """
+    if len(keys) > 1 and len(set(keys)) < len(keys):
+        return None
+    windows: list[PushWindow] = []
+    clock = -1
+    for key, spec in zip(keys, specs, strict=True):
+        if key is None or key.state is not KeyState.READY or key.queue:
+            return None
+        if spec is not key.checked_spec and (spec is not None or key.is_table):
+            return None
+        window = key.window
+        if window.is_in_use or window.partial_failure is not None or clock not in (-1, window.clock):
+            return None
+        clock = window.clock
+        windows.append(window)
+    return tuple(windows) or None
+
+
 class KeyTable:
     """All keys that the program has named."""
 
@@ -112,5 +206,10 @@ class KeyTable:
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant of a key is broken."""
+        groups = set()
         for key in self.by_name.values():
-            key.window.validate()
+            key.own_window.validate()
+            if key.group is not None:
+                groups.add(key.group)
+        for group in groups:
+            group.validate()

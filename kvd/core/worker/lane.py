@@ -4,9 +4,10 @@ It takes a push, a pull, or both, of keys that are all at rest, whose batches th
 queue, no retry and no place among other calls, as nothing else is under way.
 
 While the call is in flight, the lane changes nothing in the machine: it only remembers the call, and what it sent in
-its name. When the expected answers are there, the keys move on. Whatever else happens first (another call, a tick, a
-refusal) makes the call an ordinary one before it is looked at: the machine begins it the general way. As the machine is
-what it was, the call gets the same clock, step and request numbers, so its messages are those that were sent.
+its name. When the expected answers are there, the keys move on. Whatever else happens first (another call, a refusal,
+a retry that is due) makes the call an ordinary one before it is looked at: the machine begins it the general way. As
+the machine is what it was, the call gets the same clock, step and request numbers, so its messages are those that were
+sent. Only the heartbeats to the scheduler and their answers pass by: they change nothing that a call depends on.
 """
 
 from __future__ import annotations
@@ -16,28 +17,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import Complete, Copy, Effect, LocalCall, Peer, Received, Send
+from kvd.core.machine import SCHEDULER, Complete, Effect, Event, LocalCall, Peer, Received, Send, Tick
 from kvd.core.membership import ViewState
 from kvd.core.outbox import RETRY_FIRST_S, Outbox
-from kvd.core.requests import Item, Versions
+from kvd.core.requests import Item
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import CallBook
-from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
+from kvd.core.worker.keys import KeyTable
+from kvd.core.worker.loads import Load, Loads
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
-from kvd.core.worker.pulled_versions import note_versions
-from kvd.core.worker.push_window import PushWindow, count_rounds
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.waits import Waits
-from kvd.protocol.messages import ABSENT, Done, PullBatch, PushBatch, Staged, Values
+from kvd.protocol.messages import ABSENT, Done, HeartbeatAck, PullBatch, PushBatch, Staged, Values
 
-READY = KeyState.READY
 MAX_ANSWERS = 4096  # kept of one call, until it is completed
-MOST_ITEMS = 4096  # of a call: one of more takes so long that something else comes first
 
 
 @dataclass(slots=True)
@@ -54,8 +52,7 @@ class Flight:
     transfer: requests.Transfer
     begun: float
     step: int
-    windows: tuple[PushWindow, ...]
-    versions: list[Versions | None]
+    load: Load
     requests: int
     awaited: dict[int, tuple[MessagePlan, Peer]] = field(default_factory=dict)
     answers: list[tuple[Received, float]] = field(default_factory=list)
@@ -109,8 +106,9 @@ class Lane:
         due_at: when the call becomes an ordinary one at the latest; NEVER without one.
         generation: how often the machine has taken an event the general way. As long as it stays, nothing is under way
             but what the lane knows, and no view or key has changed.
-        others_due_at: when any other part of the machine has something to do; None: that is not worked out yet. What is
-            due is done first, so the lane takes nothing then.
+        others_due_at: when any other part of the machine has something to do, but for the session with the scheduler;
+            None: that is not worked out yet. What is due is done first, so the lane takes nothing then.
+        session_due_at: when the session has; worked out with it.
     """
 
     def __init__(
@@ -131,17 +129,17 @@ class Lane:
         self.due_at = NEVER
         self.generation = 0
         self.others_due_at: float | None = None
+        self.session_due_at = NEVER
         self._is_on = is_on
         self._stillness = stillness
         self._view = view
         self._servers = servers
-        self._keys = keys
-        self._plans = plans
         self._outbox = outbox
         self._asker = asker
         self._steps = steps
         self._waits = waits
         self._emit = emit
+        self._loads = Loads(keys, plans)
         self._flight: Flight | None = None
 
     @property
@@ -151,37 +149,37 @@ class Lane:
     def pushes(self, name: str) -> bool:
         """Whether the call in flight pushes this key. Any thread may ask: the call may end meanwhile."""
         flight = self._flight
-        return flight is not None and flight.transfer.push and any(item.key == name for item in flight.transfer.items)
+        return flight is not None and flight.transfer.push and name in flight.load.names()
 
-    def begin(self, event: LocalCall, transfer: requests.Transfer, now: float) -> bool:
+    def begin(self, event: LocalCall, request: requests.Transfer | requests.ListTransfer, now: float) -> bool:
         """Takes the call and sends its messages, if it may. False: nothing was done, and it goes the general way."""
-        if not self._is_on or len(transfer.items) > MOST_ITEMS or not _is_plain(transfer):
+        listed: requests.Listed | None = None
+        if isinstance(request, requests.ListTransfer):
+            listed, transfer = request
+        else:
+            transfer = request
+        if not self._is_on or not _is_plain(transfer) or self._others_are_due(now) or not self._stillness.is_total():
             return False
-        if self._others_are_due(now) or not self._stillness.is_total():
-            return False
-        known = self._keys.by_name
-        keys = tuple([known.get(item.key) for item in transfer.items])
-        plans = self._plans.known_of(keys)
-        if not plans or not self._may_send(plans) or not _are_at_rest(keys, transfer.items):
+        load = self._loads.of(transfer) if listed is None else self._loads.of_list(listed)
+        if load is None or not self._may_send(load.plans):
             return False
         if transfer.finds is not None:
-            transfer.finds([key.spec for key in keys if key is not None and key.spec is not None])
-        windows = tuple([key.window for key in keys if key is not None])
-        clock = windows[0].clock
+            transfer.finds(load.specs())
+        plans, clock = load.plans, load.clock
         step, settled = self._steps.alone(clock + 1) if transfer.push else (0, 0)
-        flight = Flight(event, transfer, now, step, windows, [None] * len(windows), len(plans))
+        flight = Flight(event, transfer, now, step, load, len(plans))
         sends = []
-        for request, plan in enumerate(plans, self._asker.next_number):
+        for number, plan in enumerate(plans, self._asker.next_number):
             peer = self._servers.peer_of(plan.partition)
-            flight.awaited[request] = plan, peer
+            flight.awaited[number] = plan, peer
             if transfer.push:
                 how, samples, place = transfer.how, transfer.samples, transfer.place
                 message: PushBatch | PullBatch = PushBatch(
-                    request, plan.batch, clock + 1, how, samples, transfer.pull, False, step, settled, place
+                    number, plan.batch, clock + 1, how, samples, transfer.pull, False, step, settled, place
                 )
-                sends.append(Send(peer, message, plan.payload_of(transfer.items) if how != ABSENT else ()))
+                sends.append(Send(peer, message, load.payload_of(plan) if how != ABSENT else ()))
             else:
-                sends.append(Send(peer, PullBatch(request, plan.batch, clock)))
+                sends.append(Send(peer, PullBatch(number, plan.batch, clock)))
         for send in sends if len(sends) == 1 else self._outbox.in_order(sends):
             self._emit(send)
         self._flight = flight
@@ -197,6 +195,16 @@ class Lane:
 
     def _others_are_due(self, now: float) -> bool:
         return self.others_due_at is None or now >= self.others_due_at
+
+    def lets_pass(self, event: Event, now: float) -> bool:
+        """Whether the event does not concern the call in flight: a tick when nothing is due, or a sign of life of the
+        scheduler."""
+        if now >= self.due_at or self._others_are_due(now):
+            return False
+        if isinstance(event, Received):
+            is_sign = type(event.message) is HeartbeatAck and event.peer == SCHEDULER
+            return is_sign and event.epoch <= self._view.epoch
+        return isinstance(event, Tick)
 
     def take(self, event: Received, now: float) -> bool:
         """Takes an expected answer in, and completes the call with the last one. False: nothing was done."""
@@ -217,9 +225,7 @@ class Lane:
                     return False
                 if len(message.versions) not in (1, len(plan.slice_ids)):
                     return False
-                note_versions(flight.versions, plan, message.versions)
-                items = flight.transfer.items
-                self._emit(Copy(event.payload, tuple([items[item].target for item in plan.items]), plan.rows))
+                self._emit(flight.load.take(plan, event.payload, message.versions))
             del flight.awaited[message.request]
         if flight.awaited:
             flight.answers.append((event._replace(payload=None), now))
@@ -231,22 +237,26 @@ class Lane:
         """All are answered: what the general way would have counted is counted."""
         self._asker.skip(flight.requests)
         if flight.transfer.push:
-            count_rounds(flight.windows)
+            flight.load.pushed()
             self._steps.passed(flight.step)
         self._stillness.disturb()
-        self._emit(Complete(flight.event.call, flight.versions))
+        self._emit(Complete(flight.event.call, flight.load.result()))
         self._end()
 
     def single(self, item: Item) -> tuple[WorkerKey, MessagePlan, Peer] | None:
         """The key of the item, the plan of the message in which its one slice travels, and its server, if a call on it
         may be taken now."""
-        key = self._keys.by_name.get(item.key)
-        plans = self._plans.known_of((key,))
-        if key is None or plans is None or len(plans) != 1 or len(plans[0].slice_ids) != 1 or not self._is_on:
+        if not self._is_on or self.is_busy or not self._stillness.is_total():
             return None
-        if self.is_busy or not self._stillness.is_total() or not self._may_send(plans):
+        found = self._loads.of_slice(item)
+        if found is None or not self._may_send((found[1],)):
             return None
-        return (key, plans[0], self._servers.peer_of(plans[0].partition)) if _are_at_rest((key,), (item,)) else None
+        key, plan = found
+        return key, plan, self._servers.peer_of(plan.partition)
+
+    def is_due(self, now: float) -> bool:
+        """Whether any part of the machine has something to do, the session with the scheduler too."""
+        return self.others_due_at is None or now >= self.others_due_at or now >= self.session_due_at
 
     def adopt(self, flight: Flight, due_at: float) -> None:
         """Goes on with a call that was begun elsewhere, while nothing else is in flight."""
@@ -283,20 +293,3 @@ def _is_plain(transfer: requests.Transfer) -> bool:
         or transfer.takes is not None
         or transfer.sets_out is not None
     )
-
-
-def _are_at_rest(keys: Sequence[WorkerKey | None], items: Sequence[Item]) -> bool:
-    """Whether each key takes the call at once, all of them under the same clock, and no value need be checked."""
-    if len(keys) > 1 and len(set(keys)) < len(keys):
-        return False
-    clock = -1
-    for key, item in zip(keys, items, strict=True):
-        if key is None or key.state is not READY or key.queue:
-            return False
-        if item.spec is not key.checked_spec and (item.spec is not None or key.is_table):
-            return False
-        window = key.window
-        if window.is_in_use or window.partial_failure is not None or clock not in (-1, window.clock):
-            return False
-        clock = window.clock
-    return clock >= 0

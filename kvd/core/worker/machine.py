@@ -73,6 +73,8 @@ from kvd.protocol.messages import Waits as WaitsMessage
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
 
+TRANSFERS = (requests.Transfer, requests.ListTransfer)
+
 
 class WorkerMachine:
     """The state machine of a worker or an observer."""
@@ -94,7 +96,7 @@ class WorkerMachine:
         self._control = ControlCalls(calls, pushes, asker, outbox, servers, taking_part, resting, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left, taking_part)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
-        plans = MessagePlans(view, batches=settings.batches and not taking_part.is_observer)
+        plans = MessagePlans(view, settings.credit_bytes, batches=settings.batches and not taking_part.is_observer)
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, steps, emit, self._wake)
         directory = KeyDirectory(
             session, servers, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
@@ -210,18 +212,39 @@ class WorkerMachine:
             lane.adopt(*self.express.give_up())
         if lane.is_busy:
             if isinstance(event, Received) and lane.take(event, now):
+                if now >= lane.session_due_at:
+                    self._tick_session(now)
+                return True
+            if lane.lets_pass(event, now):
+                if isinstance(event, Received):
+                    self.session.receive(event, now)
+                if now >= lane.session_due_at:
+                    self._tick_session(now)
                 return True
             self._materialize()
-        elif isinstance(event, LocalCall) and isinstance(event.request, requests.Transfer):
-            return lane.begin(event, event.request, now)
+        elif isinstance(event, LocalCall) and isinstance(event.request, TRANSFERS):
+            taken = lane.begin(event, event.request, now)
+            if taken and now >= lane.session_due_at:
+                sends = self._effects[:]
+                self._effects.clear()
+                self._tick_session(now)
+                self._effects += sends  # as the general way, in which messages to servers leave last
+            return taken
         return False
+
+    def _tick_session(self, now: float) -> None:
+        """A heartbeat is due, beside a call in the lane."""
+        self._effects += self.session.tick(now)
+        due_at = self.session.next_deadline()
+        self._lane.session_due_at = NEVER if due_at is None else due_at
 
     def _materialize(self) -> None:
         """The call in the lane becomes an ordinary one, which has sent what the lane has sent."""
         flight = self._lane.give_up()
         call = self._calls.accept(flight.event, flight.begun)
         self._waits.note(call)
-        self._queue.enter_transfer(call, flight.transfer)
+        assert isinstance(call.request, requests.Transfer)
+        self._queue.enter_transfer(call, call.request)
         self._outbox.pump(flight.begun)
         for answer, at in flight.answers:
             self._receive(answer, at)
@@ -237,7 +260,7 @@ class WorkerMachine:
             call = self._calls.accept(event, now)
             if call.state is WAITING:
                 self._waits.note(call)
-                self._call_table[type(event.request)](call, event.request)
+                self._call_table[type(call.request)](call, call.request)
         elif isinstance(event, CensusTaken):
             self._waits.census_taken(event, now)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
@@ -259,14 +282,17 @@ class WorkerMachine:
         effects += self._outbox.pump(now)
 
     def next_deadline(self) -> float | None:
-        others = self._lane.others_due_at
+        lane = self._lane
+        others = lane.others_due_at
         if others is None:
             others = self._waits.due_at
-            for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
+            for at in (self._outbox.next_deadline(), self._calls.next_deadline()):
                 if at is not None and at < others:
                     others = at
-            self._lane.others_due_at = others
-        earliest = min(others, self._lane.due_at, self.express.due_at)
+            lane.others_due_at = others
+            at = self.session.next_deadline()
+            lane.session_due_at = NEVER if at is None else at
+        earliest = min(others, lane.due_at, lane.session_due_at, self.express.due_at)
         return None if earliest == NEVER else earliest
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:

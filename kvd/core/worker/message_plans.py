@@ -1,11 +1,16 @@
 """How a call is cut into messages: a full slice has one for itself, small slices of one partition share one.
 
+A call of much more than that takes larger messages: there are still enough of them for servers and workers to work at
+the same time. A server makes the new version of what came in one message in one piece of memory. So a value whose
+slices all travel together lies there as the program has it, and a worker within the host need not copy it.
+
 A plan that is used again is declared to its server as a batch; from then on a message names the batch's number in
 place of its slices.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +23,8 @@ from kvd.protocol.specs import DTYPES, ROW_ID_BYTES, KeySpec, padded
 
 HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
 MAX_PLANS = 256
+MOST_SLICES = 4  # full ones in a message
+LEAST_MESSAGES = 8  # to a partition, before there are several full slices in one: servers merge while others travel
 
 
 @dataclass(slots=True, eq=False)
@@ -45,14 +52,18 @@ class MessagePlans:
     """The plans of the calls that a program repeats.
 
     Args:
+        credit_bytes: bounds the payload in flight to one server. Two messages at least may be in flight.
         batches: whether plans may be declared as batches.
     """
 
-    def __init__(self, view: ViewState, *, batches: bool) -> None:
+    def __init__(self, view: ViewState, credit_bytes: int, *, batches: bool) -> None:
         self._view = view
+        self._most_nbytes = credit_bytes // 2
         self._batches = batches
         self._plans: dict[tuple[tuple[WorkerKey | None, ...], tuple[int, ...]], list[MessagePlan]] = {}
         self._last_batch = 0
+        self.changes = 0
+        """Grows when plans are forgotten: those that were taken before must be asked for again."""
 
     def of(self, keys: Sequence[WorkerKey], without: tuple[int, ...] = ()) -> list[MessagePlan]:
         """The plans of a call on these keys: worked out once, and kept for the next call on the same keys.
@@ -64,8 +75,10 @@ class MessagePlans:
         plans = self._plans.get(call)
         if plans is None:
             if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            plans = self._plans[call] = plan_messages(keys, self._view.settings.slice_bytes, without=without)
+                self.clear()
+            slice_bytes = self._view.settings.slice_bytes
+            most = max(slice_bytes, min(MOST_SLICES * slice_bytes, self._most_nbytes))
+            plans = self._plans[call] = plan_messages(keys, slice_bytes, most=most, without=without)
         return plans
 
     def known_of(self, keys: tuple[WorkerKey | None, ...]) -> list[MessagePlan] | None:
@@ -75,6 +88,7 @@ class MessagePlans:
     def clear(self) -> None:
         """A key was placed: plans from before may name the wrong partitions."""
         self._plans.clear()
+        self.changes += 1
 
     def use(self, plan: MessagePlan, *, is_push: bool) -> bool:
         """Counts a use of the plan, and says whether its message names a batch.
@@ -107,7 +121,7 @@ class _OpenMessage:
     header_nbytes: int = 0
 
     def has_room(self, header_nbytes: int, nbytes: int, limit: int) -> bool:
-        """Whether one more slice goes in. Small slices share a message, a full one has it for itself."""
+        """Whether one more slice goes in, or several that have so many bytes together."""
         return (
             len(self.slice_ids) < MAX_PARTS
             and self.payload_nbytes + nbytes <= limit
@@ -194,29 +208,59 @@ def header_nbytes(key: WorkerKey, *, with_spec: bool = False) -> int:
 
 
 def plan_messages(
-    keys: Sequence[WorkerKey], limit: int, *, with_specs: bool = False, without: Collection[int] = ()
+    keys: Sequence[WorkerKey],
+    limit: int,
+    *,
+    most: int = 0,
+    with_specs: bool = False,
+    without: Collection[int] = (),
 ) -> list[MessagePlan]:
     """Cuts the keys into slices and packs those of each partition, in order, into messages of at most `limit` bytes.
 
     Args:
+        most: bytes of a message to a partition that gets many of them. What such a partition has of one key goes in one
+            message, if it fits.
         with_specs: the header has the specs of the keys too.
         without: the places of keys that are left out.
     """
     messages: list[_OpenMessage] = []
     open_: dict[int, _OpenMessage] = {}
-    for item, key in enumerate(keys):
-        if item in without:
-            continue
+    taken = [(item, key) for item, key in enumerate(keys) if item not in without]
+    limits = _limits([key for _, key in taken], limit, most) if most > limit else {}
+    for item, key in taken:
         assert key.spec is not None
         header = header_nbytes(key, with_spec=with_specs)
+        together = _sizes(key) if limits and len(key.partitions) > 1 else {}
         for index, partition in enumerate(key.partitions):
             span = key.spec.span(index)
+            own = limits.get(partition, limit)
+            nbytes = together.pop(partition, 0)  # of all its slices here, at the first of them
+            if not span[1] <= nbytes <= own:
+                nbytes = span[1]
             message = open_.get(partition)
-            if message is None or not message.has_room(header, span[1], limit):
+            if message is None or not message.has_room(header, nbytes, own):
                 message = open_[partition] = _OpenMessage(partition)
                 messages.append(message)
             message.add(SliceId(key.name, index, key.creation), item, span, header)
     return [message.plan() for message in messages]
+
+
+def _limits(keys: Sequence[WorkerKey], limit: int, most: int) -> dict[int, int]:
+    """The most bytes of a message to each partition that gets more than LEAST_MESSAGES of them."""
+    totals: Counter[int] = Counter()
+    for key in keys:
+        totals.update(_sizes(key))
+    shares = {partition: min(most, nbytes // LEAST_MESSAGES) for partition, nbytes in totals.items()}
+    return {partition: share for partition, share in shares.items() if share > limit}
+
+
+def _sizes(key: WorkerKey) -> Counter[int]:
+    """How many bytes each partition has of a key."""
+    sizes: Counter[int] = Counter()
+    assert key.spec is not None
+    for index, partition in enumerate(key.partitions):
+        sizes[partition] += key.spec.slice_nbytes(index)
+    return sizes
 
 
 def lists_of_slices(keys: Sequence[WorkerKey]) -> list[tuple[int, tuple[SliceId, ...]]]:

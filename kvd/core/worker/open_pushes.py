@@ -123,7 +123,7 @@ class OpenPushes:
         """Raises AssertionError unless the window of each key counts exactly the started pushes that are open."""
         started = Counter(key.name for push in self._flushes if push.state is not WAITING for key in push.keys)
         for key in keys:
-            open_pushes = key.window.open_pushes
+            open_pushes = key.own_window.open_pushes
             assert open_pushes == started[key.name], (
-                f"{started[key.name]} pushes of {key.name!r} are open: {key.window}"
+                f"{started[key.name]} pushes of {key.name!r} are open: {key.own_window}"
             )

@@ -20,4 +20,4 @@ class Resting:
         return self._since is not None and self._since == self._pushes()
 
     def _pushes(self) -> int:
-        return sum(key.window.clock for key in self._keys.by_name.values())
+        return sum(key.clock for key in self._keys.by_name.values())

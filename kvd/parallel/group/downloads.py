@@ -49,6 +49,10 @@ class Downloads:
         threading.Thread(target=_send_all, args=(reference, self._jobs), name="kvd-downloads", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
+    def begin(self) -> None:
+        """A backward starts: what devices had completed in one that failed is not sent."""
+        self._under_way.clear()
+
     def completed(self, index: int, name: str, gradients: Sequence[Array]) -> None:
         """The gradient of device ``index`` is complete once the kernels on that device's current stream have run.
 

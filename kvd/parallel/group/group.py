@@ -10,10 +10,10 @@ from kvd.errors import ConfigError, NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.parallel.batch import DataBatch, DataDesc
 from kvd.parallel.device import Array, Device, HostArray, Shape
-from kvd.parallel.device_threads import DeviceThread, run_on_all
+from kvd.parallel.device_threads import CpuDevices, DeviceThread, run_on_all
 from kvd.parallel.group.binding import Binding, BoundModel
-from kvd.parallel.group.forward_pass import run_forward
-from kvd.parallel.group.gradient_hook import GroupGradientHook, gradient_hook
+from kvd.parallel.group.device_tasks import DeviceTask, backward_task, forward_task, one_after_the_other
+from kvd.parallel.group.gradient_hook import GroupGradientHook
 from kvd.parallel.group.input_checks import DescLike, as_descs, fit_batch
 from kvd.parallel.group.monitor import Monitor
 from kvd.parallel.group.monitoring import GroupMonitor, Metric, Monitors, update_metric
@@ -94,7 +94,7 @@ class DataParallelExecutorGroup:
         self.detect_anomaly = detect_anomaly
         self._reshapes = reshape == "auto"
         rules = RequestRules(grad_req, tuple(fixed_param_names), inputs_need_grad, for_training)
-        cpus = sum(not device.is_cuda for device in self.devices)
+        cpus = CpuDevices(sum(not device.is_cuda for device in self.devices))
         threads = [DeviceThread(device, index, cpus) for index, device in enumerate(self.devices)]
         self._bound = BoundModel(model, threads, self.workload, split, rules, seed)
         self._monitors = Monitors(self.devices)
@@ -223,15 +223,7 @@ class DataParallelExecutorGroup:
             What the model raises for wrong values, with a note that names the device.
             What the store raises for the weights that are waited for, such as NodeLost or RequestTimeout.
         """
-        train = self.for_training if is_train is None else is_train
-        if self.pipeline is not None:
-            self.pipeline.receive()
-        needs_labels = train and self.for_training
-        arrays, size = fit_batch(batch, self.binding, needs_labels, may_resize=self._reshapes)
-        if size != self.get_batch_size():
-            self.reshape(*self.binding.descs_for(size))
-        self._results.stage = Stage.BOUND
-        run_forward(self._bound, arrays, train, None if self.pipeline is None else self.pipeline.rows)
+        run_on_all(self._bound.threads, self._forward_task(batch, self.for_training if is_train is None else is_train))
         self._results.stage = Stage.OUTPUTS
 
     def backward(
@@ -250,32 +242,22 @@ class DataParallelExecutorGroup:
             ShapeMismatch: a head gradient is not shaped as its output.
             GradientAnomaly: see ``detect_anomaly``.
         """
-        if not self.for_training:
-            raise NotAllowed("not bound for training: re-bind with for_training=True to run backward")
+        self._check_for_training()
         if self._results.stage is Stage.BOUND:
             raise NotAllowed("backward needs a forward: run forward(batch, is_train=True) first")
         heads = self._results.head_gradients(out_grads)
         self._results.stage = Stage.OUTPUTS
-        pipeline = self.pipeline
-        listeners = [] if on_gradient is None else [on_gradient]
-        if pipeline is not None:
-            pipeline.begin(self._bound, when_ready=not self.detect_anomaly)
-            listeners.append(pipeline.completed)
-        executors = self.binding.executors
-
-        def run(index: int) -> None:
-            hook = gradient_hook(index, executors[index], listeners, check_finite=self.detect_anomaly)
-            executors[index].backward(heads[index] if heads else None, hook)
-
-        run_on_all(self._bound.threads, run)
-        if pipeline is not None:
-            pipeline.end()
-        self._results.stage = Stage.GRADIENTS
+        self._run_backward(self._backward_task(heads, on_gradient))
 
     def forward_backward(self, batch: DataBatch) -> None:
-        """`forward` for training, then `backward`."""
-        self.forward(batch, is_train=True)
-        self.backward()
+        """`forward` for training, then `backward`, between which no device waits for the others.
+
+        Raises what they raise. After an error of a device there are no outputs, and the gradients are undefined.
+        """
+        self._check_for_training()
+        forward = self._forward_task(batch, is_train=True)
+        backward = self._backward_task(self._results.head_gradients(None), None)
+        self._run_backward(one_after_the_other(forward, backward))
 
     def bind_to(
         self,
@@ -384,6 +366,34 @@ class DataParallelExecutorGroup:
             ShapeMismatch: a label does not fit its description.
         """
         update_metric(metric, self.binding, self._results, labels)
+
+    def _forward_task(self, batch: DataBatch, is_train: bool) -> DeviceTask:
+        """Bring the weights, check the batch and bind to its size; what computes a device's outputs then."""
+        if self.pipeline is not None:
+            self.pipeline.receive()
+        arrays, size = fit_batch(batch, self.binding, is_train and self.for_training, may_resize=self._reshapes)
+        if size != self.get_batch_size():
+            self.reshape(*self.binding.descs_for(size))
+        self._results.stage = Stage.BOUND
+        return forward_task(self._bound, arrays, is_train, None if self.pipeline is None else self.pipeline.rows)
+
+    def _backward_task(self, heads: list[list[Array]] | None, on_gradient: GroupGradientHook | None) -> DeviceTask:
+        """Begin the step of the store; what computes a device's gradients then."""
+        listeners = [] if on_gradient is None else [on_gradient]
+        if self.pipeline is not None:
+            self.pipeline.begin(self._bound, when_ready=not self.detect_anomaly)
+            listeners.append(self.pipeline.completed)
+        return backward_task(self.binding.executors, heads, listeners, check_finite=self.detect_anomaly)
+
+    def _run_backward(self, task: DeviceTask) -> None:
+        run_on_all(self._bound.threads, task)
+        if self.pipeline is not None:
+            self.pipeline.end()
+        self._results.stage = Stage.GRADIENTS
+
+    def _check_for_training(self) -> None:
+        if not self.for_training:
+            raise NotAllowed("not bound for training: re-bind with for_training=True to run backward")
 
     def _check_has_no_store(self) -> None:
         if self.pipeline is not None:

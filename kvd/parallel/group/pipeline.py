@@ -155,6 +155,8 @@ class GradientPipeline:
         self._samples = bound.binding.batch_size
         for slot in self._slots.values():
             slot.ready = 0
+        if self._downloads is not None:
+            self._downloads.begin()
 
     def completed(self, index: int, name: str) -> None:
         """The gradient of parameter ``name`` is complete on device ``index``. Called from the devices' threads.

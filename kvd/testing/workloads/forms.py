@@ -153,12 +153,12 @@ def _rows(process: Process, slice_: Slice, ids: Sequence[int]) -> Floats:
     version = slice_.log.current
     assert isinstance(version, TableVersion)
     packed = np.array(ids, np.int64).tobytes()
-    job = ReadRows(0, slice_.key, slice_.index, version, Span(packed, 0, len(packed)))
+    job = ReadRows(0, slice_.key, slice_.index, version, (Span(packed, 0, len(packed)),))
     runners = [each for each in process.runners.values() if (slice_.key, slice_.index) in each.slices]
     done = runners[-1].run(job)
     if done.error is not None:
         raise AssertionError(f"rows of part {slice_.index} of {slice_.key!r} cannot be read: {done.error}")
-    found: Floats = view(done.result, np.dtype(np.float32))
+    found: Floats = view(done.result[0], np.dtype(np.float32))
     return found
 
 

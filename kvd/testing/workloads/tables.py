@@ -285,8 +285,8 @@ class TableRounds:
         for runner in process.runners.values():
             if (slice_.key, slice_.index) in runner.slices:
                 packed = np.array(ids, np.int64).tobytes()
-                done = runner.run(ReadRows(0, slice_.key, slice_.index, version, Span(packed, 0, len(packed))))
-                rows = view(done.result, np.dtype(np.float32)).reshape(-1, self.workers)
+                done = runner.run(ReadRows(0, slice_.key, slice_.index, version, (Span(packed, 0, len(packed)),)))
+                rows = view(done.result[0], np.dtype(np.float32)).reshape(-1, self.workers)
         self.check_rows(world, slice_.key, self.steps, ids, rows)
         updated = len(self.updated(slice_.key, slice_.index, self.steps))
         if version.rows != updated:

@@ -1,9 +1,9 @@
-"""Convolution over images, as one matrix product over patches (im2col)."""
+"""Convolution over images, as matrix products with their patches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
 from kvd.parallel.models.numpy.layer import Frame, Layer, require_axes, require_positive
 from kvd.parallel.models.numpy.layers import Initializer, initial_weight, require_initializer
+from kvd.parallel.models.numpy.patches import COLUMNS_NBYTES, Patches
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Conv2D(Layer):
     initializer: Initializer = "he"
 
     kind: ClassVar[str] = "conv2d"
+    keeps_output: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_positive(self, channels=self.channels, kernel=self.kernel, stride=self.stride)
@@ -62,64 +64,99 @@ class Conv2D(Layer):
         return initial_weight(self.initializer, shape, shape[1] * area, shape[0] * area, generator)
 
     def forward(self, frame: Frame, x: Array) -> Array:
-        xp, weight = frame.xp, frame.params["weight"]
-        batch, _, height, width = self.output_shape(x.shape)
-        columns = _patches(xp, self._padded(xp, x), self.kernel, self.stride, height, width)
-        frame.saved["columns"], frame.saved["shape"] = columns, x.shape
-        y = xp.matmul(columns, weight.reshape(self.channels, -1).T)
-        if self.use_bias:
-            y += frame.params["bias"]
-        # (batch·height·width, channels) → channels first, contiguous for the layer that comes next
-        return xp.ascontiguousarray(y.reshape(batch, height, width, self.channels).transpose(0, 3, 1, 2))
+        images = frame.saved["images"] = self._padded(frame, _batch_last(x))
+        batch, channels, height, width = self.output_shape(x.shape)
+        y = frame.kept("y", (channels, height, width, batch))
+        weight = frame.params["weight"].reshape(channels, -1)
+        patches = self._patches(frame, images, y)
+        for rows in patches.tiles():
+            part = _matrix(y, rows)
+            frame.xp.matmul(weight, patches.columns(images, rows), out=part)
+            if self.use_bias:
+                part += frame.params["bias"][:, None]
+        return _batch_first(y)
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:
-        xp, weight = frame.xp, frame.params["weight"].reshape(self.channels, -1)
-        columns, shape = frame.saved.pop("columns"), frame.saved.pop("shape")
-        rows = grad.transpose(0, 2, 3, 1).reshape(-1, self.channels)
+        xp, weight, images = frame.xp, frame.params["weight"], frame.saved.pop("images")
+        pixels = _batch_last(grad)
+        if not pixels.flags.c_contiguous:
+            pixels = frame.workspace.array("pixels", pixels.shape)
+            pixels[...] = _batch_last(grad)
+        patches = self._patches(frame, images, pixels)
 
         def weight_gradient(out: Array | None) -> Array:
-            flat = None if out is None else out.reshape(weight.shape)  # a view: gradient arrays are contiguous
-            return xp.matmul(rows.T, columns, out=flat).reshape(frame.params["weight"].shape)
+            total = xp.empty_like(weight) if out is None else out
+            self._put_weight_gradient(frame, patches, images, pixels, total.reshape(self.channels, -1))
+            return total
 
         frame.compute_gradient("weight", weight_gradient)
         if self.use_bias:
-            frame.compute_gradient("bias", lambda out: xp.sum(rows, axis=0, out=out))
+            flat = pixels.reshape(self.channels, -1)
+            frame.compute_gradient("bias", lambda out: xp.sum(flat, axis=1, out=out))
         if not frame.needs_input_gradient:
             return None
-        return self._add_patches(xp, xp.matmul(rows, weight), shape, grad.shape[2:])
+        into = frame.workspace.gradient(images.shape, apart_from=pixels)
+        into[...] = 0
+        for rows in patches.tiles():
+            columns = patches.memory(rows)
+            xp.matmul(weight.reshape(self.channels, -1).T, _matrix(pixels, rows), out=columns)
+            patches.add(columns, into, rows)
+        return _batch_first(_inside(into, self.padding))
 
-    def _padded(self, xp: Any, x: Array) -> Array:
+    def _put_weight_gradient(self, frame: Frame, patches: Patches, images: Array, pixels: Array, total: Array) -> None:
+        """Fill (channels, in·kernel·kernel), which is a view of a gradient array: those are contiguous.
+
+        OpenBLAS is faster where the result has more rows than columns.
+        """
+        is_wide = total.shape[1] > total.shape[0]
+        part = frame.workspace.array("part of a gradient", total.shape[::-1] if is_wide else total.shape)
+        for rows in patches.tiles():
+            columns, grads = patches.columns(images, rows), _matrix(pixels, rows)
+            if is_wide:
+                frame.xp.matmul(columns, grads.T, out=part)
+            else:
+                frame.xp.matmul(grads, columns.T, out=part)
+            gradient = part.T if is_wide else part
+            if rows.start == 0:
+                total[...] = gradient
+            else:
+                total += gradient
+
+    def _padded(self, frame: Frame, images: Array) -> Array:
+        """The images with zeros around them, contiguous."""
         p = self.padding
-        if p == 0:
-            return x
-        batch, channels, height, width = x.shape
-        padded = xp.zeros((batch, channels, height + 2 * p, width + 2 * p), dtype=x.dtype)
-        padded[:, :, p:-p, p:-p] = x
+        if p == 0 and images.flags.c_contiguous:
+            return images
+        channels, height, width, batch = images.shape
+        padded = frame.kept("padded", (channels, height + 2 * p, width + 2 * p, batch))
+        if p:
+            padded[:, :p] = padded[:, -p:] = 0
+            padded[:, p:-p, :p] = padded[:, p:-p, -p:] = 0
+        _inside(padded, p)[...] = images
         return padded
 
-    def _add_patches(self, xp: Any, columns: Array, shape: Shape, sides: Shape) -> Array:
-        """The transpose of `_patches`: each element of a patch is added to the pixel that it was read from.
-
-        Pixels of one offset within the kernel never overlap, so the additions happen in the order of the offsets.
-        """
-        batch, channels, height, width = shape
-        p, k, s = self.padding, self.kernel, self.stride
-        patches = columns.reshape(batch, *sides, channels, k, k)
-        padded = xp.zeros((batch, channels, height + 2 * p, width + 2 * p), dtype=columns.dtype)
-        for i in range(k):
-            for j in range(k):
-                target = padded[:, :, i : i + s * sides[0] : s, j : j + s * sides[1] : s]
-                target += patches[:, :, :, :, i, j].transpose(0, 3, 1, 2)
-        return padded[:, :, p : p + height, p : p + width]
+    def _patches(self, frame: Frame, images: Array, pixels: Array) -> Patches:
+        limit_nbytes = COLUMNS_NBYTES[frame.device.kind]
+        sizes = images.shape, pixels.shape[1:3], limit_nbytes
+        return Patches(frame.xp, frame.workspace, self.kernel, self.stride, *sizes)
 
 
-def _patches(xp: Any, x: Array, kernel: int, stride: int, height: int, width: int) -> Array:
-    """(batch, channels, …, …) → (batch·height·width, channels·kernel·kernel): one row per place of the kernel."""
-    batch, channels = x.shape[:2]
-    along_batch, along_channel, along_row, along_column = x.strides
-    windows = xp.lib.stride_tricks.as_strided(
-        x,
-        shape=(batch, height, width, channels, kernel, kernel),
-        strides=(along_batch, along_row * stride, along_column * stride, along_channel, along_row, along_column),
-    )
-    return windows.reshape(batch * height * width, channels * kernel * kernel)
+def _batch_last(array: Array) -> Array:
+    """A view of images (batch, channels, height, width) as (channels, height, width, batch)."""
+    return array.transpose(1, 2, 3, 0)
+
+
+def _batch_first(array: Array) -> Array:
+    """The inverse of `_batch_last`."""
+    return array.transpose(3, 0, 1, 2)
+
+
+def _inside(padded: Array, padding: int) -> Array:
+    """The view of images (channels, height, width, batch) without their padding."""
+    height, width = padded.shape[1:3]
+    return padded[:, padding : height - padding, padding : width - padding]
+
+
+def _matrix(images: Array, rows: slice) -> Array:
+    """The view (channels, rows·width·batch) of some rows of images (channels, height, width, batch)."""
+    return images[:, rows].reshape(len(images), -1)

@@ -16,6 +16,7 @@ from kvd.errors import ConfigError
 from kvd.parallel.device import Array, Device, HostArray, Shape
 from kvd.parallel.models.model import GradientHook, GradReq, RowReader
 from kvd.parallel.models.numpy.ids import sum_by_id
+from kvd.parallel.models.numpy.workspace import Workspace
 
 
 @dataclass(slots=True)
@@ -31,6 +32,8 @@ class Frame:
         grad_req: the request of each parameter.
         generator: makes the random generator of this layer and step, with the same state at each call.
         saved: what forward leaves for backward; emptied by backward.
+        workspace: memory of the executor, for everything else that the layers compute.
+        may_overwrite_input: whether forward may compute its output in the memory of its input.
         needs_input_gradient: whether backward has to return the gradient of the layer's input.
         on_gradient: called with the full name of a parameter once its gradient is complete.
         row_reader: called before rows of a parameter are read.
@@ -44,7 +47,9 @@ class Frame:
     grads: dict[str, Array]
     grad_req: dict[str, GradReq]
     generator: Callable[[], np.random.Generator]
+    workspace: Workspace
     is_train: bool = False
+    may_overwrite_input: bool = False
     needs_input_gradient: bool = True
     saved: dict[str, Any] = field(default_factory=dict)
     on_gradient: GradientHook | None = None
@@ -54,6 +59,14 @@ class Frame:
     def xp(self) -> Any:
         """The array module of the device."""
         return self.device.xp
+
+    def kept(self, name: str, shape: Shape) -> Array:
+        """Memory for what the layer computes in forward, its output above all; it lasts until the next forward."""
+        return self.workspace.array(f"{self.name} {name}", shape)
+
+    def kept_like(self, name: str, model: Array) -> Array:
+        """As `kept`, in the shape of ``model`` and with the order of its axes in memory."""
+        return self.workspace.array_like(f"{self.name} {name}", model)
 
     def compute_gradient(self, name: str, compute: Callable[[Array | None], Array]) -> None:
         """Fill the gradient of parameter ``name``, unless its request is ``"null"``.
@@ -118,6 +131,10 @@ class Layer:
     kind: ClassVar[str] = "layer"
     is_differentiable: ClassVar[bool] = True
     """Whether the layer has a gradient with respect to its input; without one it can only be the first layer."""
+    keeps_output: ClassVar[bool] = True
+    """Whether the output has to stay as forward has returned it: backward reads it, or it is not new memory."""
+    passes_input_on: ClassVar[bool] = False
+    """Whether the output may be the input, or a view of it."""
 
     def output_shape(self, shape: Shape) -> Shape:
         """The shape of the output for an input of ``shape``. Raises ConfigError if the layer cannot take it."""
@@ -140,7 +157,7 @@ class Layer:
         return np.zeros(shape, np.float32)
 
     def forward(self, frame: Frame, x: Array) -> Array:
-        """The output for input ``x``, which must not be changed."""
+        """The output for input ``x``, which must not be changed, unless ``frame.may_overwrite_input`` is set."""
         raise NotImplementedError
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:

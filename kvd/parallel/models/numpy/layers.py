@@ -12,6 +12,7 @@ from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
 from kvd.parallel.models.numpy.ids import sum_by_id, whole_numbers
 from kvd.parallel.models.numpy.layer import Frame, Layer, require_positive
+from kvd.parallel.models.numpy.workspace import in_memory_order
 
 #: The initial distribution of weights: ``"he"`` for layers before a ReLU, ``"glorot"`` for others.
 Initializer: TypeAlias = Literal["he", "glorot"]
@@ -53,6 +54,7 @@ class Dense(Layer):
     initializer: Initializer = "he"
 
     kind: ClassVar[str] = "dense"
+    keeps_output: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_positive(self, units=self.units)
@@ -75,7 +77,8 @@ class Dense(Layer):
     def forward(self, frame: Frame, x: Array) -> Array:
         rows = x.reshape(-1, x.shape[-1])
         frame.saved["rows"] = rows
-        y = frame.xp.matmul(rows, frame.params["weight"].T)
+        y = frame.kept("y", (len(rows), self.units))
+        frame.xp.matmul(rows, frame.params["weight"].T, out=y)
         if self.use_bias:
             y += frame.params["bias"]
         return y.reshape(*x.shape[:-1], self.units)
@@ -89,7 +92,8 @@ class Dense(Layer):
             frame.compute_gradient("bias", lambda out: xp.sum(grad_rows, axis=0, out=out))
         if not frame.needs_input_gradient:
             return None
-        return xp.matmul(grad_rows, weight).reshape(*grad.shape[:-1], weight.shape[1])
+        into = frame.workspace.gradient_like(rows, apart_from=grad_rows)
+        return xp.matmul(grad_rows, weight, out=into).reshape(*grad.shape[:-1], weight.shape[1])
 
 
 @dataclass(frozen=True)
@@ -164,12 +168,21 @@ class ReLU(Layer):
     kind: ClassVar[str] = "relu"
 
     def forward(self, frame: Frame, x: Array) -> Array:
-        y = frame.xp.maximum(x, 0)
+        y = x if frame.may_overwrite_input else frame.kept_like("y", x)
+        source, target = in_memory_order(x), in_memory_order(y)
+        if source.flags.c_contiguous and x.size:
+            # NumPy computes the maximum of two vectors three times as fast as that of a vector and a number
+            rows = source.shape[0], x.size // source.shape[0]
+            frame.xp.maximum(source.reshape(rows), frame.workspace.zeros(rows[1]), out=target.reshape(rows))
+        else:
+            frame.xp.maximum(x, 0, out=y)
         frame.saved["y"] = y
         return y
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:
-        return grad * (frame.saved.pop("y") > 0)
+        xp, workspace, y = frame.xp, frame.workspace, frame.saved.pop("y")
+        is_positive = xp.greater(y, 0, out=workspace.array_like("is positive", y, bool))
+        return xp.multiply(grad, is_positive, out=workspace.gradient_like(y, apart_from=grad))
 
 
 @dataclass(frozen=True)
@@ -179,13 +192,15 @@ class Tanh(Layer):
     kind: ClassVar[str] = "tanh"
 
     def forward(self, frame: Frame, x: Array) -> Array:
-        y = frame.xp.tanh(x)
+        y = frame.xp.tanh(x, out=frame.kept_like("y", x))
         frame.saved["y"] = y
         return y
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:
-        y = frame.saved.pop("y")
-        return grad * (1 - y * y)
+        xp, y = frame.xp, frame.saved.pop("y")
+        slope = xp.multiply(y, y, out=frame.workspace.array_like("slope", y))
+        xp.subtract(1, slope, out=slope)
+        return xp.multiply(grad, slope, out=frame.workspace.gradient_like(y, apart_from=grad))
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,8 @@ class Flatten(Layer):
     """(batch, …) → (batch, the product of the rest), in C order."""
 
     kind: ClassVar[str] = "flatten"
+    keeps_output: ClassVar[bool] = False
+    passes_input_on: ClassVar[bool] = True
 
     def output_shape(self, shape: Shape) -> Shape:
         return (shape[0], math.prod(shape[1:]))
@@ -220,6 +237,8 @@ class Dropout(Layer):
     rate: float
 
     kind: ClassVar[str] = "dropout"
+    keeps_output: ClassVar[bool] = False
+    passes_input_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rate < 1.0:
@@ -230,11 +249,14 @@ class Dropout(Layer):
             frame.saved["factor"] = None
             return x
         kept = frame.generator().random(x.shape, dtype=np.float32) >= np.float32(self.rate)
-        factor = frame.device.array(kept, dtype=frame.dtype)
+        factor = frame.kept_like("factor", x)
+        factor[...] = frame.device.array(kept)
         factor *= 1.0 / (1.0 - self.rate)
         frame.saved["factor"] = factor
-        return x * factor
+        return frame.xp.multiply(x, factor, out=frame.kept_like("y", x))
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:
         factor = frame.saved.pop("factor")
-        return grad if factor is None else grad * factor
+        if factor is None:
+            return grad
+        return frame.xp.multiply(grad, factor, out=frame.workspace.gradient_like(factor, apart_from=grad))

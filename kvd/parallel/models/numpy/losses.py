@@ -92,7 +92,8 @@ class SoftmaxCrossEntropy(Loss):
         xp, classes = frame.xp, output.shape[-1]
         fitted = self.fitted_label(frame, label, output.shape)
         ids = whole_numbers(xp, fitted, classes, f"{frame.name}: label").reshape(-1)
-        grad = output.reshape(-1, classes).copy()
+        grad = frame.workspace.gradient((len(ids), classes), apart_from=output)
+        grad[...] = output.reshape(-1, classes)
         grad[xp.arange(len(ids)), ids] -= 1
         grad *= 1.0 / (normalization * math.prod(output.shape[1:-1]))
         return grad.reshape(output.shape)
@@ -115,7 +116,9 @@ class MeanSquaredError(Loss):
         return x
 
     def backward(self, frame: Frame, output: Array, label: Array, normalization: int) -> Array:
-        grad = output - self.fitted_label(frame, label, output.shape).astype(frame.dtype)
+        grad = frame.workspace.gradient(output.shape, apart_from=output)
+        fitted = self.fitted_label(frame, label, output.shape).astype(frame.dtype, copy=False)
+        frame.xp.subtract(output, fitted, out=grad)
         grad *= 2.0 / (normalization * math.prod(output.shape[1:]))
         return grad
 

@@ -32,6 +32,7 @@ class BatchNorm(Layer):
     epsilon: float = 1e-5
 
     kind: ClassVar[str] = "batchnorm"
+    keeps_output: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.momentum <= 1.0:
@@ -54,45 +55,56 @@ class BatchNorm(Layer):
         return (np.ones if name in ("gamma", "running_var") else np.zeros)(shape, np.float32)
 
     def forward(self, frame: Frame, x: Array) -> Array:
-        xp, axes, columns = frame.xp, _other_axes(x.shape), _as_column(x.shape)
+        xp, columns, params = frame.xp, _as_column(x.shape), frame.params
+        mean = self._batch_mean(frame, x) if frame.is_train else frame.aux["running_mean"]
+        normalized = xp.subtract(x, mean.reshape(columns), out=frame.kept_like("normalized", x))
         if frame.is_train:
-            mean, var = self._batch_statistics(frame, x)
+            var = xp.mean(self._product(frame, normalized, normalized), axis=_other_axes(x.shape))
+            self._move(frame, mean, var, _values_per_channel(x.shape))
         else:
-            mean, var = frame.aux["running_mean"], frame.aux["running_var"]
+            var = frame.aux["running_var"]
         scale = 1.0 / xp.sqrt(var + self.epsilon)
-        normalized = (x - mean.reshape(columns)) * scale.reshape(columns)
-        frame.saved.update(normalized=normalized, scale=scale, axes=axes)
-        return normalized * frame.params["gamma"].reshape(columns) + frame.params["beta"].reshape(columns)
+        normalized *= scale.reshape(columns)
+        frame.saved.update(normalized=normalized, scale=scale)
+        y = xp.multiply(normalized, params["gamma"].reshape(columns), out=frame.kept_like("y", x))
+        y += params["beta"].reshape(columns)
+        return y
 
     def backward(self, frame: Frame, grad: Array) -> Array | None:
         """With m values per channel: ∂x = γ · scale · (∂y - Σ∂y / m - x̂ · Σ(∂y · x̂) / m); see the paper, section 3."""
-        xp, columns = frame.xp, _as_column(grad.shape)
-        normalized, scale, axes = (frame.saved.pop(name) for name in ("normalized", "scale", "axes"))
-        grad_gamma = xp.sum(grad * normalized, axis=axes)
+        xp, columns, axes = frame.xp, _as_column(grad.shape), _other_axes(grad.shape)
+        normalized, scale = frame.saved.pop("normalized"), frame.saved.pop("scale")
+        grad_gamma = xp.sum(self._product(frame, grad, normalized), axis=axes)
         grad_beta = xp.sum(grad, axis=axes)
         frame.store_gradient("gamma", grad_gamma)
         frame.store_gradient("beta", grad_beta)
         if not frame.needs_input_gradient:
             return None
         count = _values_per_channel(grad.shape)
-        centred = grad - (grad_beta / count).reshape(columns) - normalized * (grad_gamma / count).reshape(columns)
-        return centred * (frame.params["gamma"] * scale).reshape(columns)
+        into = frame.workspace.gradient_like(normalized, apart_from=grad)
+        xp.subtract(grad, (grad_beta / count).reshape(columns), out=into)
+        into -= self._product(frame, normalized, (grad_gamma / count).reshape(columns))
+        into *= (frame.params["gamma"] * scale).reshape(columns)
+        return into
 
-    def _batch_statistics(self, frame: Frame, x: Array) -> tuple[Array, Array]:
-        """Mean and biased variance of the batch, which also move the running ones."""
-        xp, axes, count = frame.xp, _other_axes(x.shape), _values_per_channel(x.shape)
-        if count < 2:
+    def _batch_mean(self, frame: Frame, x: Array) -> Array:
+        if _values_per_channel(x.shape) < 2:
             raise ValueError(
                 f"{frame.name}: one value per channel on {frame.device} has no variance: "
                 "use a larger batch or fewer devices"
             )
-        mean = xp.mean(x, axis=axes)
-        var = xp.mean(xp.square(x - mean.reshape(_as_column(x.shape))), axis=axes)
+        return frame.xp.mean(x, axis=_other_axes(x.shape))
+
+    def _move(self, frame: Frame, mean: Array, var: Array, count: int) -> None:
+        """Move the running statistics towards those of the batch."""
         for state, value in (("running_mean", mean), ("running_var", var * (count / (count - 1)))):
             running = frame.aux[state]
             running *= self.momentum
             running += value * (1.0 - self.momentum)
-        return mean, var
+
+    def _product(self, frame: Frame, first: Array, second: Array) -> Array:
+        """``first · second``, until the next call."""
+        return frame.xp.multiply(first, second, out=frame.workspace.array_like("product", first))
 
 
 def _other_axes(shape: Shape) -> tuple[int, ...]:

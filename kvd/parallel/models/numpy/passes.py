@@ -9,11 +9,14 @@ import numpy as np
 
 from kvd.errors import ConfigError
 from kvd.parallel.device import Array, HostArray, Shape
+from kvd.parallel.device_threads import outside_of_turn
 from kvd.parallel.models.bind_plan import BindPlan, check_fits, check_names
 from kvd.parallel.models.executor import ExecutorArrays
 from kvd.parallel.models.model import GradientHook, MonitorHook, RowReader
+from kvd.parallel.models.numpy.blas import share_of_cpu
 from kvd.parallel.models.numpy.layer import Frame, Layer
 from kvd.parallel.models.numpy.losses import Loss
+from kvd.parallel.models.numpy.workspace import Workspace
 from kvd.parallel.models.row_gradients import check_dense, check_rows, no_rows
 
 
@@ -53,7 +56,9 @@ class SequentialPasses:
         with plan.device.current():
             self.arrays = self._make_arrays(aux)
         self._step = 0
+        self._workspace = Workspace(plan.device, dtype)
         self._frames = [self._frame(i, layer, shapes[i]) for i, layer in enumerate(layers)]
+        self._let_overwrite()
         self._final_frame = self._new_frame(str(final.name) if final else "", len(layers))
         self._stop = self._first_layer_with_gradients()
         self._monitor: MonitorHook | None = None
@@ -61,16 +66,35 @@ class SequentialPasses:
 
     def set_monitor(self, hook: MonitorHook | None) -> None:
         """See `kvd.parallel.Executor.set_monitor`."""
-        self._monitor = hook
+        self._monitor = hook and outside_of_turn(hook)
 
     def set_row_reader(self, reader: RowReader | None) -> None:
         """See `kvd.parallel.ReadsRows`."""
         for frame in self._frames:
-            frame.row_reader = reader
+            frame.row_reader = reader and outside_of_turn(reader)
 
     def forward(self, inputs: Mapping[str, Array], step: int, is_train: bool) -> list[Array]:
         """The output, in a list. Raises what the layers raise for wrong values (ValueError)."""
         self._step = step
+        with share_of_cpu(self._plan.device):
+            return [self._forward(inputs, is_train)]
+
+    def backward(self, out_grads: Sequence[Array] | None, on_gradient: GradientHook | None) -> None:
+        """Write the gradients, last layer first. Raises ValueError for labels that are out of range."""
+        with share_of_cpu(self._plan.device):
+            self._backward(out_grads, on_gradient and outside_of_turn(on_gradient))
+
+    def use_gradients(self, arrays: Mapping[str, Array]) -> None:
+        """See `kvd.parallel.Executor.use_gradients`."""
+        grads = self.arrays.grads
+        check_dense(arrays, self._plan.description)
+        shapes = self._plan.description.params
+        self._check_given("grads", arrays, {name: shapes[name] for name in grads})
+        grads.update(arrays)
+        for frame in self._frames:
+            frame.grads.update({own: grads[f"{frame.name}_{own}"] for own in frame.grads})
+
+    def _forward(self, inputs: Mapping[str, Array], is_train: bool) -> Array:
         xp = self._plan.device.xp
         x = xp.moveaxis(xp.asarray(inputs[self._data.name]), self._data.batch_axis, 0)
         if self._layers[0].is_differentiable:  # else: ids, which a float32 could not hold beyond 2²⁴
@@ -84,11 +108,12 @@ class SequentialPasses:
         if self._final is not None:
             x = self._final.forward(self._final_frame, x)
             self._show(self._final_frame, x)
+        if self._workspace.holds(x):  # the caller may keep it
+            x = xp.array(x, order="C")
         self._kept = x, None if self._label is None else inputs.get(self._label.name)
-        return [x]
+        return x
 
-    def backward(self, out_grads: Sequence[Array] | None, on_gradient: GradientHook | None) -> None:
-        """Write the gradients, last layer first. Raises ValueError for labels that are out of range."""
+    def _backward(self, out_grads: Sequence[Array] | None, on_gradient: GradientHook | None) -> None:
         grad: Array | None = self._head_gradient(out_grads)
         for index in range(len(self._frames) - 1, self._stop - 1, -1):
             frame = self._frames[index]
@@ -97,16 +122,6 @@ class SequentialPasses:
         for frame in self._frames[: self._stop]:
             frame.saved.clear()
         self._put_input_gradient(grad)
-
-    def use_gradients(self, arrays: Mapping[str, Array]) -> None:
-        """See `kvd.parallel.Executor.use_gradients`."""
-        grads = self.arrays.grads
-        check_dense(arrays, self._plan.description)
-        shapes = self._plan.description.params
-        self._check_given("grads", arrays, {name: shapes[name] for name in grads})
-        grads.update(arrays)
-        for frame in self._frames:
-            frame.grads.update({own: grads[f"{frame.name}_{own}"] for own in frame.grads})
 
     def _head_gradient(self, out_grads: Sequence[Array] | None) -> Array:
         """The gradient of the last layer's output: from the loss, or as given."""
@@ -195,6 +210,13 @@ class SequentialPasses:
             frame.aux[name] = self.arrays.aux[prefix + name]
         return frame
 
+    def _let_overwrite(self) -> None:
+        """Tell each layer whether anyone still needs its input."""
+        is_free = False  # the data is the caller's
+        for layer, frame in zip(self._layers, self._frames, strict=True):
+            frame.may_overwrite_input = is_free
+            is_free = not layer.keeps_output and (is_free or not layer.passes_input_on)
+
     def _first_layer_with_gradients(self) -> int:
         """Where backward may stop: the layers before it have no gradients to compute.
 
@@ -215,4 +237,4 @@ class SequentialPasses:
         def generator() -> np.random.Generator:
             return np.random.default_rng([*self._plan.seed, index, self._step])
 
-        return Frame(name, self._plan.device, self._dtype, {}, {}, {}, {}, generator)
+        return Frame(name, self._plan.device, self._dtype, {}, {}, {}, {}, generator, self._workspace)

@@ -1,4 +1,4 @@
-"""Links over TCP: sealed, tampered with, slow, cut, and not possible."""
+"""Links over TCP: sealed and plain, slow, cut, and not possible."""
 
 from __future__ import annotations
 
@@ -20,29 +20,36 @@ from kvd.transport.link_listener import TcpLinks
 from kvd.transport.sealing import RECORD_BYTES
 from tests.transport.host_harness import Node, eventually, run
 from tests.transport.link_harness import MIB, pattern
-from tests.transport.sealed_harness import KEYS, sealed_node, sealed_pair, with_pair
+from tests.transport.tcp_harness import KEYS, kind_of, tcp_node, tcp_pair, with_pair
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture(params=[KEYS, None], ids=["sealed", "plain"])
+def keys(request: pytest.FixtureRequest) -> Curve | None:
+    """Those of both nodes."""
+    found: Curve | None = request.param
+    return found
 
 
 # ── use ──
 
 
-def test_both_ends_know_that_the_link_is_sealed() -> None:
+def test_both_ends_know_what_the_link_is(keys: Curve | None) -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         assert client.send(incarnation, b"hello")
         await eventually(lambda: server.messages)
         peer = server.messages[0][0]
         assert peer.kind is PeerKind.LINK
         await eventually(lambda: peer in server.transport.paths())
-        assert server.transport.paths() == {peer: (PathKind.SEALED_TCP, "")}
+        assert server.transport.paths() == {peer: (kind_of(keys), "")}
         assert server.send(peer, b"answer", bytes(100_000))
         await eventually(lambda: client.messages)
         client.transport.disconnect(incarnation)
         await eventually(lambda: not server.send(peer, b"h"))
         assert server.transport.paths() == {}
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
 K16 = INLINE_BELOW_BYTES
@@ -52,7 +59,7 @@ K16 = INLINE_BELOW_BYTES
     "nbytes",
     [0, 1, 7, K16, K16 + 1, RECORD_BYTES - 1, RECORD_BYTES, RECORD_BYTES + 1, 3 * MIB + 5, 64 * MIB],
 )
-def test_payloads_of_any_size_arrive(nbytes: int) -> None:
+def test_payloads_of_any_size_arrive(nbytes: int, keys: Curve | None) -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         body = pattern(nbytes)
         assert client.send(incarnation, b"before")
@@ -65,10 +72,10 @@ def test_payloads_of_any_size_arrive(nbytes: int) -> None:
         assert payload.readonly
         assert bytes(payload) == body.tobytes()
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
-def test_large_frames_that_were_held_arrive() -> None:
+def test_large_frames_that_were_held_arrive(keys: Curve | None) -> None:
     """Joined, they would be a record that is larger than what its reader has room for."""
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
@@ -84,10 +91,10 @@ def test_large_frames_that_were_held_arrive() -> None:
         await eventually(lambda: len(client.messages) == MOST_HELD)
         assert [message[1] for message in client.messages] == [*headers, b"payload"]
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
-def test_pieces_of_all_sizes_arrive_padded() -> None:
+def test_pieces_of_all_sizes_arrive_padded(keys: Curve | None) -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         for scale in (1, 9001, 200_000):
             pieces = [b"abc" * scale, b"", b"12345678" * scale, b"xy" * scale]
@@ -96,10 +103,24 @@ def test_pieces_of_all_sizes_arrive_padded() -> None:
             padded = b"".join(piece + bytes(-len(piece) % 8) for piece in pieces[:-1]) + pieces[-1]
             assert bytes(server.messages.pop()[2] or b"") == padded
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
-def test_many_messages_in_both_directions_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_many_pieces_arrives(keys: Curve | None) -> None:
+    """More of them than one system call takes, small ones beside large ones."""
+
+    async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
+        pieces = [pattern(8 * ((number * 37) % 90 or 9000), number) for number in range(2500)]
+        for _ in range(3):
+            assert client.send(incarnation, b"h", *pieces)
+        await eventually(lambda: len(server.messages) == 3)
+        wanted = b"".join(piece.tobytes() for piece in pieces)
+        assert [bytes(body or b"") for _, _, body in server.messages] == [wanted] * 3
+
+    with_pair(program, keys)
+
+
+def test_many_messages_in_both_directions_over_many_keys(monkeypatch: pytest.MonkeyPatch, keys: Curve | None) -> None:
     monkeypatch.setattr("kvd.transport.sealing.Sealer.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0})
     monkeypatch.setattr("kvd.transport.sealing.Opener.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0})
 
@@ -119,10 +140,10 @@ def test_many_messages_in_both_directions_over_many_keys(monkeypatch: pytest.Mon
                 for number, (_, _, body) in enumerate(node.messages)
             )
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
-def test_a_slow_reader_bounds_the_queue_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_bounds_the_queue_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, keys: Curve | None) -> None:
     monkeypatch.setattr("kvd.transport.outgoing.QUEUE_LIMIT_BYTES", 3 * MIB)
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
@@ -131,15 +152,15 @@ def test_a_slow_reader_bounds_the_queue_and_loses_nothing(monkeypatch: pytest.Mo
         while client.send(incarnation, b"%d" % sent, body):  # nobody reads: this does not return to the loop
             sent += 1
             assert sent < 200
-        assert client.transport.paths()[incarnation].kind == PathKind.SEALED_TCP
+        assert client.transport.paths()[incarnation].kind == kind_of(keys)
         await eventually(lambda: len(server.messages) == sent)
         assert client.send(incarnation, b"there is room again")
         await eventually(lambda: len(server.messages) == sent + 1)
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
-def test_queued_payloads_can_be_detached_from_the_memory_of_the_program() -> None:
+def test_queued_payloads_can_be_detached_from_the_memory_of_the_program(keys: Curve | None) -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         memory = bytearray(b"x" * (40 * MIB))
         assert client.send(incarnation, b"h", memory)
@@ -148,10 +169,10 @@ def test_queued_payloads_can_be_detached_from_the_memory_of_the_program() -> Non
         await eventually(lambda: server.messages)
         assert bytes(server.messages[0][2] or b"") == b"x" * len(memory)
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
-def test_program_threads_read_sealed_links_while_they_wait() -> None:
+def test_program_threads_read_links_over_tcp_while_they_wait(keys: Curve | None) -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         assert client.send(incarnation, b"hello")
         await eventually(lambda: server.messages)
@@ -169,13 +190,13 @@ def test_program_threads_read_sealed_links_while_they_wait() -> None:
         assert threading.get_ident() not in client.threads
         client.transport.resume_loop()
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
 # ── ends ──
 
 
-def test_a_server_that_is_gone_is_noticed() -> None:
+def test_a_server_that_is_gone_is_noticed(keys: Curve | None) -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         server.close()
         await eventually(lambda: client.transport.paths()[incarnation].kind == PathKind.ZMQ)
@@ -184,7 +205,7 @@ def test_a_server_that_is_gone_is_noticed() -> None:
             "the other side is gone",
         )
 
-    with_pair(program)
+    with_pair(program, keys)
 
 
 def test_a_link_ends_before_the_numbers_of_its_records_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +236,8 @@ def test_a_message_over_a_link_says_whose_key_asked_for_it_and_the_link_ends_wit
 
     async def main() -> None:
         client_keys = Curve(one, listener.public, "", allowed.get, "a test")
-        async with sealed_pair(server_keys, client_keys) as (client, server, incarnation):
-            second = sealed_node(Curve(other, listener.public, "", allowed.get, "a test"))
+        async with tcp_pair(server_keys, client_keys) as (client, server, incarnation):
+            second = tcp_node(Curve(other, listener.public, "", allowed.get, "a test"))
             try:
                 second.transport.connect(incarnation, server.transport._listener.address)
                 await second.decided()
@@ -243,15 +264,6 @@ def test_a_message_over_a_link_says_whose_key_asked_for_it_and_the_link_ends_wit
 # ── not possible ──
 
 
-def test_without_keys_there_are_no_links_over_tcp() -> None:
-    async def main() -> None:
-        async with sealed_pair(None, None) as (client, server, incarnation):
-            assert client.transport.paths()[incarnation] == (PathKind.ZMQ, "turned off")
-            assert server.transport.link_address is None
-
-    run(main)
-
-
 @pytest.mark.parametrize(
     ("server_options", "reason"),
     [
@@ -262,7 +274,7 @@ def test_without_keys_there_are_no_links_over_tcp() -> None:
 def test_a_server_that_does_not_listen_says_why(server_options: dict[str, TcpLinks], reason: str) -> None:
     async def main() -> None:
         incarnation = ServerPeer(4711)
-        client, server = sealed_node(), Node(shared_memory=False, curve=KEYS, **server_options)
+        client, server = tcp_node(), Node(shared_memory=False, curve=KEYS, **server_options)
         try:
             address = server.transport.listen("tcp://127.0.0.1:0")
             server.transport.listen_links(incarnation)
@@ -285,7 +297,7 @@ def test_without_cryptography_zmq_carries_everything_and_the_reason_is_told(monk
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
 
     async def main() -> None:
-        async with sealed_pair() as (client, server, incarnation):
+        async with tcp_pair() as (client, server, incarnation):
             kind, reason = client.transport.paths()[incarnation]
             assert kind == PathKind.ZMQ
             assert "kvd-ps[crypto]" in reason

@@ -1,0 +1,1 @@
+"""A cluster in virtual time: the real machines on processors, memories and networks that are only calculated."""
