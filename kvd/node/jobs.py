@@ -38,6 +38,7 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import KvdError, NotAllowed, ProtocolError
+from kvd.node.controllers import Controller, installed_controllers
 from kvd.node.decoding import CodedSlice
 from kvd.node.optimizer_states import OptimizerStates
 from kvd.node.table_parts import TableParts
@@ -45,7 +46,6 @@ from kvd.protocol.messages import NO_RUN
 from kvd.protocol.specs import padded, state_of_table_text
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Controller: TypeAlias = Callable[[bytes], bytes]
 
 UINT8: np.dtype[Any] = np.dtype(np.uint8)
 MOST_ADDED_BYTES = 64 << 10  # in one go, without tiles
@@ -102,36 +102,6 @@ def gathered(buffer: Buffer | ScatterList, nbytes: int) -> Array:
 
 def _private_memory(nbytes: int) -> Array:
     return np.empty(nbytes, np.uint8)
-
-
-def ping(body: bytes) -> bytes:
-    """The controller that every server has: it answers with what it was sent."""
-    return body
-
-
-def installed_controllers() -> dict[str, Controller]:
-    """The controllers by head: `ping`, and the entry points of the group `kvd.commands` installed on this machine.
-
-    One that cannot be loaded says so when a command asks for it: it must not keep the others from working.
-    """
-    from importlib.metadata import entry_points  # takes a while, and most processes run no commands
-
-    controllers: dict[str, Controller] = {"ping": ping}
-    for entry in entry_points(group="kvd.commands"):
-        try:
-            controllers[entry.name] = entry.load()
-        except Exception as error:  # noqa: BLE001  importing foreign code may raise anything
-            controllers[entry.name] = _broken(entry.name, error)
-    return controllers
-
-
-def _broken(name: str, error: Exception) -> Controller:
-    text = f"the controller for {name!r} cannot be loaded on this server: {type(error).__name__}({error})"
-
-    def refuse(_: bytes) -> bytes:
-        raise NotAllowed(text)
-
-    return refuse
 
 
 class JobRunner:

@@ -273,6 +273,7 @@ class LinkWaiter:
 
     def __init__(self, transport: HostTransport) -> None:
         self._transport = transport
+        self._links = transport.reader
         self._turn = threading.Lock()
         self._reader = 0  # the thread that reads, or is about to
         self._wake_fd = -1  # an eventfd that ends a poll of the reader
@@ -295,12 +296,12 @@ class LinkWaiter:
         if self._wake_fd < 0:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader = threading.get_ident()
-        self._transport.pause_loop()
+        self._links.pause_loop()
         return True
 
     def end(self) -> None:
         self._reader = 0
-        self._transport.resume_loop()
+        self._links.resume_loop()
         self._turn.release()
 
     def wait_for(
@@ -309,7 +310,7 @@ class LinkWaiter:
         """Between `begin` and `end`: reads until a frame of the link begins with `head`, and returns the `rest_nbytes`
         bytes behind. None: `awaited` is done, the link is down, or `interrupt` came."""
         while not (awaited.done() or interrupt.came) and link.is_up:
-            rest = self._transport.wait_for(link, head, rest_nbytes, LONGEST_POLL_S, self._wake_fd)
+            rest = self._links.wait_for(link, head, rest_nbytes, LONGEST_POLL_S, self._wake_fd)
             if rest is not None:
                 return rest
             with suppress(BlockingIOError):
@@ -322,7 +323,7 @@ class LinkWaiter:
             left_s = LONGEST_POLL_S if until is None else until - time.monotonic()
             if left_s <= 0:
                 return
-            if not self._transport.poll_links(min(left_s, LONGEST_POLL_S), self._wake_fd):
+            if not self._links.wait(min(left_s, LONGEST_POLL_S), self._wake_fd):
                 with suppress(BlockingIOError):  # the poll timed out
                     os.eventfd_read(self._wake_fd)
 

@@ -69,16 +69,15 @@ def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> by
     """
     kind = type(message)
     write_fixed = _FIXED.get(kind)
-    header = None if write_fixed is None else write_fixed(message, sender, epoch, run)
-    if header is not None:
-        return header
+    fixed = None if write_fixed is None else write_fixed(message, sender, epoch, run)
+    if fixed is not None:
+        return fixed
     if isinstance(message, Refused):
         message = replace(message, text=_shortened(message.text), nodes=message.nodes[:MAX_MEMBERS])
     elif isinstance(message, NotYet):
         message = replace(message, text=_shortened(message.text))
     body = [VERSION, kind.KIND, sender, epoch[0], epoch[1], run, *_FIELDS[kind.KIND](message)]
-    header = msgpack.packb(body, default=_plain_form)
-    assert header is not None
+    header: bytes = msgpack.packb(body, default=_plain_form)
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a {kind.__name__} of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     return header

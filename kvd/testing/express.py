@@ -110,7 +110,9 @@ def _is_plain(transfer: Transfer) -> bool:
         and transfer.samples == 1
         and (transfer.priority, transfer.how) == (0, ADD)
         and not (transfer.any_version or transfer.cast or transfer.some_encoded or transfer.some_rows)
-        and transfer.takes is transfer.sets_out is transfer.finds is None
+        and transfer.takes is None
+        and transfer.sets_out is None
+        and transfer.finds is None
     )
 
 

@@ -21,7 +21,7 @@ from kvd.transport.accepted_links import AcceptedLinks
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
 from kvd.transport.curve import Curve
 from kvd.transport.holding import Holding
-from kvd.transport.link import Link, Sink
+from kvd.transport.link import Link
 from kvd.transport.link_listener import LinkListener, TcpLinks
 from kvd.transport.link_proof import Medium, Proven
 from kvd.transport.link_reader import LinkReader
@@ -29,6 +29,7 @@ from kvd.transport.link_seeker import LinkSeeker
 from kvd.transport.offered import MapBudget
 from kvd.transport.offers import InvalidOfferError, Kind, is_about_links, unpack
 from kvd.transport.segments import Arena
+from kvd.transport.sink import Sink
 from kvd.transport.waiting import Waiting
 from kvd.transport.zmq import ZmqTransport
 
@@ -43,8 +44,8 @@ _OVER_TCP = {
 
 
 class HostTransport:
-    """Any thread may call `send`, `send_with_path`, `paths`, `has_links`, `pause_loop`, `resume_loop` and `poll_links`.
-    The rest belongs to the loop's thread.
+    """Any thread may call `send`, `send_with_path`, `paths`, `has_links`, `link_to`, and what the reader says. The rest
+    belongs to the loop's thread.
 
     Args:
         shared_memory: False turns links within the host off.
@@ -71,13 +72,7 @@ class HostTransport:
         self._zmq = ZmqTransport(io_threads, curve, memory_limit_bytes)
         self._sink = Sink()
         self._budget = MapBudget()
-        self._reader = LinkReader(self._notice)
-        self.pause_loop: Callable[[], None] = self._reader.pause_loop
-        """Stops the loop from reading the links until `resume_loop`. The caller reads them with `poll_links`."""
-        self.resume_loop: Callable[[], None] = self._reader.resume_loop
-        """Lets the loop read the links again, including what arrived meanwhile."""
-        self.wait_for: Callable[[Link, bytes | bytearray, int, float, int], bytes | None] = self._reader.wait_for
-        """See `LinkReader.wait_for`."""
+        self.reader = LinkReader(self._notice)
         tcp = Medium.PLAIN_TCP if curve is None else Medium.SEALED_TCP
         self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links, tcp=tcp)
         sought = None if tcp_links is TcpLinks.OFF else tcp
@@ -99,7 +94,7 @@ class HostTransport:
         self._sink.on_message = on_message
         self._sink.on_garbage = on_garbage
         self._zmq.start(self._take, on_garbage)
-        self._loop.add_reader(self._reader.fileno(), self._reader.read)
+        self._loop.add_reader(self.reader.fileno(), self.reader.read)
         self._listener.start(self._loop)
         self._seeker.start(self._loop)
 
@@ -154,29 +149,29 @@ class HostTransport:
         return paths
 
     def close(self, linger_s: float) -> None:
-        if self._reader.is_closed:
+        if self.reader.is_closed:
             return
         until = time.monotonic() + linger_s
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._reader.fileno())
+            self._loop.remove_reader(self.reader.fileno())
         if self._releasing is not None:
             self._releasing.cancel()
         self._listener.close()
         self._seeker.close()
         for peer in list(self._waiting):
             self._decided(peer, "closed")
-        for link in self._reader.links:
+        for link in self.reader.links:
             link.leave("closed")
         with self._lock:
             self._links = {}
-        self._reader.flush(until)
+        self.reader.flush(until)
         self.arena.close()  # first: what others use is not used again when the links have ended
-        self._reader.close("closed")
+        self.reader.close("closed")
         self._zmq.close(max(0.0, until - time.monotonic()))
 
     def end_links_of_others(self, holds: Callable[[Principal], bool]) -> None:
         """Ends the links to this node whose other end no longer holds an allowed key."""
-        for link in self._reader.links:
+        for link in self.reader.links:
             if link.peer.kind is PeerKind.LINK and not holds(link.proven.principal):
                 link.end("the key of the other side is not allowed any more")
                 self._notice(link)
@@ -227,7 +222,7 @@ class HostTransport:
         connection. Memory in the arena stays leased."""
         for waiting in list(self._waiting.values()):
             waiting.copy()
-        for link in self._reader.links:
+        for link in self.reader.links:
             link.copy_queued()
         await self._zmq.detach_buffers()
 
@@ -235,16 +230,6 @@ class HostTransport:
     def has_links(self) -> bool:
         """Whether any link is up."""
         return bool(self._links)
-
-    # ── receiving on another thread ──
-
-    def poll_links(self, timeout_s: float, wake_fd: int) -> bool:
-        """Waits until a link or `wake_fd` is readable, and delivers the links' messages on this thread.
-
-        The loop still delivers what arrives over ZeroMQ. False: the time is up, `wake_fd` is readable (the caller
-        should read it), or the transport is closed.
-        """
-        return self._reader.wait(timeout_s, wake_fd)
 
     def link_to(self, peer: Peer) -> Link | None:
         """The link to the peer, if it is up, and no message waits until it is decided whether there is one."""
@@ -266,7 +251,7 @@ class HostTransport:
             self._sink.on_garbage(peer, str(error))
             return
         if kind is Kind.ASK and peer.kind is PeerKind.CALLER:
-            is_full = len(self._reader.links) >= MAX_ACCEPTED
+            is_full = len(self.reader.links) >= MAX_ACCEPTED
             self._zmq.send(peer, self._listener.answer(question, peer, principal, is_full=is_full), ())
         elif kind is not Kind.ASK and peer.kind is PeerKind.SERVER:
             self._seeker.take_answer(peer, question, said, principal)
@@ -293,14 +278,14 @@ class HostTransport:
             del self._waiting[peer]
 
     def _accepted(self, connection: socket.socket, proven: Proven) -> None:
-        if len(self._reader.links) >= MAX_ACCEPTED:
+        if len(self.reader.links) >= MAX_ACCEPTED:
             connection.close()
         else:
             self._add(self._accepted_links.name(), connection, proven)
 
     def _add(self, peer: Peer, connection: socket.socket, proven: Proven) -> None:
         arena = self.arena if proven.medium is Medium.UNIX else Arena(0)
-        link = Link(peer, connection, proven, arena, self._reader.epoll, self._sink, self._budget)
+        link = Link(peer, connection, proven, arena, self.reader.epoll, self._sink, self._budget)
         with self._lock:
             self._links[peer] = link
         if proven.asker is not None:
@@ -308,17 +293,17 @@ class HostTransport:
             if older is not None:
                 older.end("the other side has opened another link")
                 self._notice(older)
-        self._reader.add(link)
+        self.reader.add(link)
 
     def _notice(self, link: Link) -> None:
         """A link went down, or has payloads that must be released in time. On any thread."""
         if not link.is_up:
             self._forget(link)
         if link.has_ended:
-            self._reader.remove(link)
+            self.reader.remove(link)
             self._accepted_links.forget(link)
-        elif link.has_unreleased and not self._reader.watches_payloads:
-            self._reader.watches_payloads = True
+        elif link.has_unreleased and not self.reader.watches_payloads:
+            self.reader.watches_payloads = True
             if threading.get_ident() == self._thread:
                 self._release_later()
             elif self._loop is not None:
@@ -339,8 +324,8 @@ class HostTransport:
 
     def _release(self) -> None:
         """Releases payloads on links that have no traffic to take the release along."""
-        for link in self._reader.links:
+        for link in self.reader.links:
             link.release_gone()
-        self._reader.watches_payloads = any(link.has_unreleased for link in self._reader.links)
-        if self._reader.watches_payloads:
+        self.reader.watches_payloads = any(link.has_unreleased for link in self.reader.links)
+        if self.reader.watches_payloads:
             self._release_later()

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from kvd.core.machine import Peer, Span
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
-from kvd.transport.base import OnGarbage, OnMessage, padded, pieces_of
+from kvd.transport.base import padded, pieces_of
 from kvd.transport.frames import (
     GOODBYE,
     HELLO,
@@ -35,7 +35,6 @@ from kvd.transport.frames import (
     pack_numbers,
     prefix_of,
 )
-from kvd.transport.holding import Holding
 from kvd.transport.incoming import Frame, Incoming
 from kvd.transport.leases import Leases, SharedPayload, payload_nbytes
 from kvd.transport.link_proof import Medium, Proven
@@ -45,23 +44,10 @@ from kvd.transport.plain_stream import PlainIncoming
 from kvd.transport.remote_segments import LinkSocket, RemoteSegments
 from kvd.transport.sealed_stream import SealedIncoming, SealedWriter
 from kvd.transport.segments import Arena
+from kvd.transport.sink import Sink
 
 SOCKET_BUFFER_BYTES = 1 << 20
 GONE = "the other side is gone"
-
-
-class Sink:
-    """Where the messages of all links go. The transport sets it when it starts.
-
-    Attributes:
-        holding: whether messages without a payload wait a moment before they are written.
-    """
-
-    def __init__(self) -> None:
-        self.holding = Holding()
-
-    on_message: OnMessage = staticmethod(lambda peer, header, payload, principal: None)
-    on_garbage: OnGarbage = staticmethod(lambda peer, text: None)
 
 
 class Link:
@@ -191,9 +177,8 @@ class Link:
         nbytes = payload[0].nbytes if len(payload) == 1 else payload_nbytes(payload)
         if nbytes > INLINE_BELOW_BYTES:
             return self._send_large(header, payload, nbytes)
-        pieces: Sequence[bytes | memoryview] = pieces_of(payload)
-        if len(pieces) > 1:
-            pieces = padded(pieces)
+        views = pieces_of(payload)
+        pieces = views if len(views) == 1 else padded(views)
         with self._lock:
             return self._push_frame(INLINE, header, pieces, nbytes)
 
@@ -204,7 +189,7 @@ class Link:
             out = self._out
             if not self.is_up or out.waits or out.has_held or self._remote.has_gone():
                 return False
-            sent = self._push(frame)
+            sent = self._push(memoryview(frame))
             if out.waits:
                 out.copy_queued()
             return sent
@@ -302,7 +287,7 @@ class Link:
             return False
         return True
 
-    def _push(self, data: bytes, descriptor: int | None = None, waits: bool = False) -> bool:
+    def _push(self, data: bytes | memoryview, descriptor: int | None = None, waits: bool = False) -> bool:
         if not self.is_up:
             return False
         try:

@@ -84,7 +84,7 @@ def test_a_link_that_breaks_is_not_shown_as_one(kvd: Kvd, cluster: LocalCluster,
     engine = engine_of(stores[0])
     home = engine.machine.view.partition_of("w", 0)
     broken = engine.machine.view.servers()[home].incarnation
-    for link in engine.transport._reader.links:
+    for link in engine.transport.reader.links:
         if link.peer == broken:
             engine._loop.call_soon_threadsafe(link.end, "the cable was cut")
             wait_until(lambda link=link: link.has_ended, "the link has ended")  # type: ignore[misc]

@@ -54,7 +54,7 @@ def in_servers_memory(array: Any) -> bool:
 def leases_of(cluster: LocalCluster) -> int:
     """How many payloads of the servers are leased."""
     servers: Any = cluster.servers
-    return sum(link.leases for server in servers for link in server._daemon.transport._reader.links)
+    return sum(link.leases for server in servers for link in server._daemon.transport.reader.links)
 
 
 def is_held(kv: kvd.KVStore, key: str = "w") -> int:

@@ -97,7 +97,7 @@ class Node:
 
     def held(self, partition: int = 0) -> Any:
         """What it holds of a partition that another server leads; None if nothing."""
-        return self.machine._replication._replicas._held.get(partition)
+        return self.machine._timed.replication._replicas._held.get(partition)
 
     @property
     def table(self) -> Any:
@@ -342,7 +342,7 @@ class Cluster:
         table = node.table if held is None else held.table
         control = node.machine._control
         setting = control if held is None else held
-        shared = node.machine._replication._syncing._shared
+        shared = node.machine._timed.replication._syncing._shared
         loops = shared.records(0) if held is None else list(held.loops.values())
         return {
             "live": dict(sorted(table.live.items())),

@@ -347,7 +347,7 @@ def test_a_difference_between_copies_of_a_table_is_found() -> None:
     part = node.runner._tables._parts["t", 0]
     for _ in range(3):
         run.tick(30.0)
-    compared = run.nodes[A].machine._replication._checks
+    compared = run.nodes[A].machine._timed.replication._checks
     assert compared.compared > 0
     assert compared.differences == 0
     ids = part.table.ids_by_place()[:1]

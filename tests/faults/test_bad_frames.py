@@ -9,7 +9,8 @@ import msgpack
 import pytest
 
 import kvd
-from kvd.protocol.codec import VERSION, encode
+from kvd.protocol.codec import encode
+from kvd.protocol.envelope import VERSION
 from kvd.protocol.messages import (
     ErrorCode,
     Heartbeat,

@@ -11,7 +11,8 @@ from typing import Any, get_args, get_origin
 import msgpack
 
 from kvd.errors import ProtocolError
-from kvd.protocol.codec import MAX_HEADER_BYTES, VERSION, decode, encode
+from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
+from kvd.protocol.envelope import VERSION
 from kvd.protocol.messages import BIGGEST, Epoch
 from kvd.protocol.specs import DTYPES, MAX_DIMENSIONS, MAX_KEY_NBYTES, MERGES, KeySpec
 from tests.fuzz.making import KINDS, Maker, fields_of, limit_of

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ProtocolError
-from kvd.protocol.codec import MAX_HEADER_BYTES, VERSION, decode, encode
+from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
+from kvd.protocol.envelope import VERSION
 from kvd.protocol.messages import Epoch, SetOptimizer, UpdateOptimizer
 from tests.fuzz.headers import HeaderMaker, decodes, nested
 from tests.fuzz.making import KINDS

@@ -32,7 +32,7 @@ from kvd.errors import NotAllowed
 from kvd.node import records
 from kvd.node.background import FEW_IDS_NBYTES
 from kvd.node.jobs import JobRunner
-from kvd.protocol.messages import Done, Epoch
+from kvd.protocol.messages import NO_RUN, Done, Epoch
 from kvd.transport.holding import Holding
 from tests.node.driver_harness import DriverHarness, call, run, until
 
@@ -79,7 +79,7 @@ def test_an_answer_waits_for_a_short_read_and_for_nothing_else(
     holding = Holding()
 
     class Runner(JobRunner):
-        def run(self, job: Job) -> JobDone:
+        def run(self, job: Job, run: int = NO_RUN) -> JobDone:
             log.append("job")
             return JobDone(7, None)
 

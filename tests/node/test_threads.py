@@ -205,6 +205,7 @@ class FakeLinks:
 
     def __init__(self) -> None:
         self.has_links = True
+        self.reader = self
         self.log: list[str] = []
         self.polls = 0
 
@@ -214,7 +215,7 @@ class FakeLinks:
     def resume_loop(self) -> None:
         self.log.append("resume")
 
-    def poll_links(self, timeout_s: float, wake_fd: int) -> bool:
+    def wait(self, timeout_s: float, wake_fd: int) -> bool:
         self.polls += 1
         ready, _, _ = select.select([wake_fd], [], [], min(timeout_s, 10.0))
         return not ready
@@ -267,7 +268,7 @@ def test_a_waiting_thread_resumes_the_loop_if_a_delivery_raises() -> None:
         raise RuntimeError("a bug")
 
     links = FakeLinks()
-    links.poll_links = fail  # type: ignore[method-assign]
+    links.wait = fail  # type: ignore[method-assign]
     waiter = waiter_with(links)
     with pytest.raises(RuntimeError, match="a bug"):
         waiter.wait(Flag(), None, Flag())
@@ -304,7 +305,7 @@ def test_a_call_that_ends_on_the_reading_thread_does_not_nudge_it() -> None:
         assert not ready
         return True
 
-    links.poll_links = deliver  # type: ignore[method-assign]
+    links.wait = deliver  # type: ignore[method-assign]
     waiter.wait(awaited, None, Flag())
     assert links.log == ["pause", "resume"]
     waiter.close()

@@ -16,12 +16,11 @@ from kvd.errors import ProtocolError
 from kvd.protocol.codec import (
     _BUILDERS,
     MAX_HEADER_BYTES,
-    VERSION,
-    Decoded,
     _builder_of_numbers,
     decode,
     encode,
 )
+from kvd.protocol.envelope import VERSION, Decoded
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_PARTS,

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgpack
 
-from kvd.protocol.codec import VERSION, encode
+from kvd.protocol.codec import encode
+from kvd.protocol.envelope import VERSION
 from kvd.protocol.messages import (
     Coding,
     Done,

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ProtocolError
-from kvd.protocol.codec import VERSION, decode, encode
+from kvd.protocol.codec import decode, encode
+from kvd.protocol.envelope import VERSION
 from kvd.protocol.messages import (
     ClockQuery,
     Delete,

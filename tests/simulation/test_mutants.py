@@ -41,13 +41,14 @@ CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=Fa
 def ack_before_applied(patch: pytest.MonkeyPatch) -> None:
     """A push is acknowledged when its round is closed, before its update is done."""
     patch.setattr(SliceLog, "committed_clock", SliceLog.counted_clock)
-    close = Pushes._apply
+    close = Pushes.apply
 
-    def hasty(pushes: Pushes, group: FusedGroup, record: Record) -> None:
-        close(pushes, group, record)
+    def hasty(pushes: Pushes, group: FusedGroup, record: Record, *applied: Any) -> int:
+        job = close(pushes, group, record, *applied)
         pushes._waiters.settle(group)
+        return job
 
-    patch.setattr(Pushes, "_apply", hasty)
+    patch.setattr(Pushes, "apply", hasty)
 
 
 def every_push_is_next(patch: pytest.MonkeyPatch) -> None:

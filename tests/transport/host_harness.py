@@ -64,7 +64,7 @@ class Node:
         await eventually(lambda: len(self.messages) == count)
 
     def leases(self) -> int:
-        return sum(link.leases for link in self.transport._reader.links)
+        return sum(link.leases for link in self.transport.reader.links)
 
     def close(self) -> None:
         self.messages.clear()

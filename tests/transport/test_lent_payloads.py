@@ -232,7 +232,7 @@ def test_payloads_of_an_earlier_link_stay_as_they_are() -> None:
             assert [bytes(body or b"") for body in kept] == [pattern(MIB, n).tobytes() for n in range(len(kept))]
             assert server.leases() == len(kept)
             kept.clear()
-            await eventually(lambda: len(server.transport._reader.links) == 1)
+            await eventually(lambda: len(server.transport.reader.links) == 1)
             assert server.leases() == 0
 
     run(main)

@@ -76,7 +76,7 @@ def everything_sent(connection: socket.socket, steps: list[tuple[str, list[int]]
             select.select([other], [], [], 1.0)
             read()
         assert arrived == wanted
-        assert outgoing.is_empty
+        assert not outgoing.waits
         outgoing.close()
 
 

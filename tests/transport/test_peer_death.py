@@ -30,7 +30,7 @@ def test_payloads_are_released_without_traffic() -> None:
             server.messages.clear()
             await eventually(lambda: not client.leases())
             await asyncio.sleep(0.25)
-            assert not server.transport._reader.watches_payloads
+            assert not server.transport.reader.watches_payloads
 
     run(main)
 
@@ -45,7 +45,7 @@ def test_a_payload_that_nobody_keeps_is_released_without_traffic() -> None:
             assert client.send(incarnation, b"h", bytes(100_000))
             await eventually(lambda: server.messages)
             await eventually(lambda: not client.leases())
-            await eventually(lambda: not server.transport._reader.watches_payloads)
+            await eventually(lambda: not server.transport.reader.watches_payloads)
 
     run(main)
 

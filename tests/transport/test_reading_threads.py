@@ -23,14 +23,14 @@ def test_a_waiting_thread_reads_for_itself_and_the_loop_goes_on() -> None:
             wake = os.eventfd(0)
 
             def ask() -> int:
-                client.transport.pause_loop()
+                client.transport.reader.pause_loop()
                 try:
                     assert client.send(incarnation, b"question")
                     deadline = time.monotonic() + 10
                     while not client.messages and time.monotonic() < deadline:
-                        client.transport.poll_links(1.0, wake)
+                        client.transport.reader.wait(1.0, wake)
                 finally:
-                    client.transport.resume_loop()
+                    client.transport.reader.resume_loop()
                 return threading.get_ident()
 
             asking = asyncio.create_task(asyncio.to_thread(ask))
@@ -54,17 +54,17 @@ def test_messages_that_arrive_while_the_loop_is_paused_are_read_afterwards() -> 
             await eventually(lambda: server.messages)
             peer = server.messages[0][0]
             for number in range(300):
-                client.transport.pause_loop()
-                client.transport.pause_loop()
+                client.transport.reader.pause_loop()
+                client.transport.reader.pause_loop()
                 assert server.send(peer, b"%d" % number)
                 if number % 50 == 0:
                     await asyncio.sleep(0.02)
                     assert len(client.messages) == number
-                client.transport.resume_loop()
+                client.transport.reader.resume_loop()
                 if number % 50 == 0:
                     await asyncio.sleep(0.02)
                     assert len(client.messages) == number
-                client.transport.resume_loop()
+                client.transport.reader.resume_loop()
                 await eventually(lambda number=number: len(client.messages) == number + 1)  # type: ignore[misc]
 
     run(main)
@@ -77,13 +77,13 @@ def test_the_loop_finishes_a_flood_where_a_waiting_thread_left_it() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"hello")
             await eventually(lambda: server.messages)
-            client.transport.pause_loop()
+            client.transport.reader.pause_loop()
             for _ in range(1000):
                 assert server.send(server.messages[0][0], b"flood")
             wake = os.eventfd(0)
-            assert await asyncio.to_thread(client.transport.poll_links, 1.0, wake)
+            assert await asyncio.to_thread(client.transport.reader.wait, 1.0, wake)
             assert 0 < len(client.messages) < 1000
-            client.transport.resume_loop()
+            client.transport.reader.resume_loop()
             await eventually(lambda: len(client.messages) == 1000)
             os.close(wake)
 
@@ -96,16 +96,16 @@ def test_waiting_ends_by_timeout_by_descriptor_and_by_closing() -> None:
             await asyncio.sleep(0.05)  # the hello of the other side is read
             wake = os.eventfd(0)
             start = time.monotonic()
-            assert not await asyncio.to_thread(client.transport.poll_links, 0.05, wake)
+            assert not await asyncio.to_thread(client.transport.reader.wait, 0.05, wake)
             assert 0.04 < time.monotonic() - start < 2
             os.eventfd_write(wake, 1)
-            assert not await asyncio.to_thread(client.transport.poll_links, 20.0, wake)
+            assert not await asyncio.to_thread(client.transport.reader.wait, 20.0, wake)
             assert os.eventfd_read(wake) == 1
-            waiting = asyncio.create_task(asyncio.to_thread(client.transport.poll_links, 20.0, wake))
+            waiting = asyncio.create_task(asyncio.to_thread(client.transport.reader.wait, 20.0, wake))
             await asyncio.sleep(0.1)
             client.transport.close(0)
             assert not await waiting
-            assert not client.transport.poll_links(20.0, wake)
+            assert not client.transport.reader.wait(20.0, wake)
             assert time.monotonic() - start < 10
             os.close(wake)
 
@@ -124,10 +124,10 @@ def test_threads_and_the_loop_read_together_without_loss_or_reordering() -> None
                 wake = os.eventfd(0)
                 while not stop.is_set():
                     if pauses:
-                        client.transport.pause_loop()
-                    client.transport.poll_links(0.01, wake)
+                        client.transport.reader.pause_loop()
+                    client.transport.reader.wait(0.01, wake)
                     if pauses:
-                        client.transport.resume_loop()
+                        client.transport.reader.resume_loop()
                 os.close(wake)
 
             readers = [asyncio.create_task(asyncio.to_thread(read, pauses)) for pauses in (True, False)]

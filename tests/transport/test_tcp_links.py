@@ -176,19 +176,19 @@ def test_program_threads_read_links_over_tcp_while_they_wait(keys: Curve | None)
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         assert client.send(incarnation, b"hello")
         await eventually(lambda: server.messages)
-        client.transport.pause_loop()
+        client.transport.reader.pause_loop()
         waker, other = socket.socketpair()
         with waker, other:
-            answer = asyncio.create_task(asyncio.to_thread(client.transport.poll_links, 20.0, waker.fileno()))
+            answer = asyncio.create_task(asyncio.to_thread(client.transport.reader.wait, 20.0, waker.fileno()))
             await asyncio.sleep(0.05)
             assert server.send(server.messages[0][0], b"answer", bytes(3 * MIB))
             while not client.messages:
                 await answer
-                answer = asyncio.create_task(asyncio.to_thread(client.transport.poll_links, 20.0, waker.fileno()))
+                answer = asyncio.create_task(asyncio.to_thread(client.transport.reader.wait, 20.0, waker.fileno()))
             other.send(b"x")
             await answer
         assert threading.get_ident() not in client.threads
-        client.transport.resume_loop()
+        client.transport.reader.resume_loop()
 
     with_pair(program, keys)
 
@@ -310,7 +310,7 @@ def test_without_cryptography_zmq_carries_everything_and_the_reason_is_told(monk
 
 def test_records_larger_than_their_frame_and_shared_memory_are_refused() -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
-        (link,) = client.transport._reader.links
+        (link,) = client.transport.reader.links
         writer = link._out._writer
         assert isinstance(writer, sealed_stream.SealedWriter)
         writer.write(bytes(200_000), None, False)

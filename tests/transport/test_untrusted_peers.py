@@ -200,7 +200,7 @@ def test_an_impostor_at_the_name_of_a_link_gets_no_messages(said: bytes, reason:
 def test_an_invalid_frame_on_a_link_falls_back_to_zmq() -> None:
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):
-            (link,) = server.transport._reader.links
+            (link,) = server.transport.reader.links
             assert link._socket is not None
             link._socket.socket.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             await eventually(lambda: client.garbage)
@@ -218,7 +218,7 @@ def test_a_side_that_cannot_send_falls_back_although_the_other_keeps_a_payload()
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"h", bytes(100_000))
             await eventually(lambda: server.messages)
-            for link in server.transport._reader.links:
+            for link in server.transport.reader.links:
                 link.end("garbage arrived: in the other's opinion")
             assert client.send(incarnation, b"by zmq")
             kind, reason = client.transport.paths()[incarnation]
@@ -250,7 +250,7 @@ def test_a_node_has_one_link_however_many_it_opens() -> None:
             for number in range(20):
                 await open_another(client, server, incarnation)
                 await said(client, server, incarnation, b"%d" % number)
-                await eventually(lambda: len(server.transport._reader.links) == 1)
+                await eventually(lambda: len(server.transport.reader.links) == 1)
             assert len({peer for peer, _, _ in server.messages}) == 20
             assert len(server.transport.paths()) == 1
 
@@ -266,7 +266,7 @@ def test_links_of_other_nodes_stay_when_one_opens_another() -> None:
                 await other.decided()
                 theirs = other.transport._links[incarnation]
                 await open_another(client, server, incarnation)
-                await eventually(lambda: len(server.transport._reader.links) == 2)
+                await eventually(lambda: len(server.transport.reader.links) == 2)
                 await said(other, server, incarnation, b"still here")
                 assert other.transport._links[incarnation] is theirs
                 assert theirs.is_up

@@ -225,10 +225,8 @@ class ExpressWay:
                     try:
                         if self._send(call, trip, value, now):
                             with self._users.waiting(promise):
-                                rest = self._waiter.wait_for(
-                                    call.link, call.expected, call.rest_nbytes, promise, ctrl_c
-                                )
-                            return None if rest is not None and self._take(call, trip, rest, out) else promise
+                                is_over = self._receive(call, trip, out, promise, ctrl_c)
+                            return None if is_over else promise
                     finally:
                         self._waiter.end()
                 self._calls.forget(number)
@@ -283,7 +281,15 @@ class ExpressWay:
         payload = repeated.plan.payload_of(trip.transfer().items)
         self._driver.sender.send_own(Send(repeated.peer, message, payload))
 
-    def _take(self, call: PreparedCall, trip: Trip, rest: bytes, out: Array) -> bool:
+    def _receive(self, call: PreparedCall, trip: Trip, out: Array, promise: Promise, ctrl_c: Uninterrupted) -> bool:
+        """Waits for the expected answer and takes it in. False: the call has become an ordinary one, or will."""
+        link = call.link
+        if link is None:
+            return False
+        rest = self._waiter.wait_for(link, call.expected, call.rest_nbytes, promise, ctrl_c)
+        return rest is not None and self._take(call, link, trip, rest, out)
+
+    def _take(self, call: PreparedCall, link: Link, trip: Trip, rest: bytes, out: Array) -> bool:
         """Takes the answer in, as it was expected. False: the call has become an ordinary one, which it answers."""
         version, stepper = version_of(rest), self._driver.stepper
         if version is not None and stepper.enter():
@@ -297,5 +303,5 @@ class ExpressWay:
                 return True
         header = bytes(call.expected[HEADER_AT:]) + rest[:VALUES_TAIL_NBYTES]
         payload = memoryview(rest)[VALUES_TAIL_NBYTES:]
-        self._driver.receiver.receive(call.link.peer, header, payload, call.link.principal)
+        self._driver.receiver.receive(link.peer, header, payload, link.proven.principal)
         return False

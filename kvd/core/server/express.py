@@ -17,7 +17,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from kvd.core.machine import Contribution, JobDone, Received, Span
-from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.made import Use
@@ -67,7 +66,6 @@ class ExpressRounds:
         effects: ServerEffects,
         waiters: Waiters,
         participants: Participants,
-        disputes: Disputes,
         pushes: Pushes,
         *,
         small_push_bytes: int,
@@ -75,7 +73,6 @@ class ExpressRounds:
         self._effects = effects
         self._waiters = waiters
         self._participants = participants
-        self._disputes = disputes
         self._pushes = pushes
         self._small_push_bytes = small_push_bytes
         self._rounds: dict[int, _Round] = {}  # by the number of the group
@@ -116,7 +113,7 @@ class ExpressRounds:
         return (
             group.nbytes <= self._small_push_bytes
             and log.closing is None
-            and not (log.has_staged or group.working or group.tasks or group.waiting or self._disputes.open)
+            and not (log.has_staged or group.working or group.tasks or group.waiting)
             and not group.is_of_table
         )
 

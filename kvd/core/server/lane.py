@@ -12,22 +12,20 @@ A push that it does not take goes the general way as it came: nothing was change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvd.core.machine import Contribution, Peer, Received, Span
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
-from kvd.core.server.captures import Captures
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.express import ExpressRounds
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.late import LateWorkers
-from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest
 from kvd.core.server.readings import Readings
+from kvd.core.server.stillness import Stillness
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ADD, PushBatch, Staged
 
@@ -60,11 +58,8 @@ class PushLane:
         batches: BatchTable,
         table: KeyTable,
         waiters: Waiters,
-        participants: Participants,
+        stillness: Stillness,
         readings: Readings,
-        captures: Captures,
-        late: LateWorkers,
-        leaving: Collection[int],
         general: Callable[[Received, PushBatch], None],
         advance: Callable[[FusedGroup], None],
         rounds: ExpressRounds,
@@ -77,11 +72,8 @@ class PushLane:
         self._batches = batches
         self._table = table
         self._waiters = waiters
-        self._participants = participants
+        self._stillness = stillness
         self._readings = readings
-        self._captures = captures
-        self._late = late
-        self._leaving = leaving
         self._general = general
         self._advance = advance
         self._rounds = rounds
@@ -150,18 +142,13 @@ class PushLane:
         return True
 
     def _may_take(self, usual: Usual, event: Received, push: PushBatch) -> bool:
-        """Whether this is a push of all of the group to its next round, and nobody but those who push and pull wants to
-        know of it, or has a say in it."""
+        """Whether this is a push of all of the group to its next round, and concerns nobody else."""
         group = usual.group
-        return not (
-            event.peer != usual.peer
-            or event.nbytes != group.nbytes
-            or push.how != ADD
-            or push.probe
-            or push.clock != group.log.closed + 1
-            or group.is_gone
-            or self._participants.dead
-            or self._captures.is_on
-            or self._late.is_on
-            or (self._leaving and group.partition in self._leaving)
+        return (
+            event.peer == usual.peer
+            and event.nbytes == group.nbytes
+            and push.how == ADD
+            and not push.probe
+            and push.clock == group.log.closed + 1
+            and self._stillness.of(group)
         )

@@ -58,11 +58,12 @@ from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import Replication
 from kvd.core.server.resume import OF_RESUMPTION, Resumption
-from kvd.core.server.row_lane import RowLane, Stillness
+from kvd.core.server.row_lane import RowLane
 from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.slice_jobs import SliceJobs
 from kvd.core.server.slice_states import SliceStates
+from kvd.core.server.stillness import Stillness
 from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
@@ -137,6 +138,13 @@ class _Timed(NamedTuple):
     replication: Replication
 
 
+class _Fast(NamedTuple):
+    """What a training loop repeats goes this way."""
+
+    lane: PushLane
+    express: ExpressRounds
+
+
 class _Followers(NamedTuple):
     """Who is told of a new view, of the incarnation of a worker that was replaced, and of any message but `_USUAL`."""
 
@@ -207,23 +215,19 @@ class ServerMachine:
             use,
             small_push_bytes=settings.small_push_bytes,
         )
-        self._express = ExpressRounds(
-            effects, waiters, participants, disputes, pushes, small_push_bytes=settings.small_push_bytes
-        )
-        self._lane = lane = PushLane(
+        stillness = Stillness(participants, disputes, captures, pushes.late, elsewhere.leaving)
+        express = ExpressRounds(effects, waiters, participants, pushes, small_push_bytes=settings.small_push_bytes)
+        lane = PushLane(
             effects,
             attachments,
             batches,
             self.table,
             waiters,
-            participants,
+            stillness,
             readings,
-            captures,
-            pushes.late,
-            elsewhere.leaving,
             pushes.push_batch,
             pushes.advance,
-            self._express,
+            express,
             small_push_bytes=settings.small_push_bytes,
             is_on=settings.lanes,
         )
@@ -266,7 +270,7 @@ class ServerMachine:
             attachments,
             self.table,
             waiters,
-            Stillness(participants, disputes, captures, pushes.late, elsewhere.leaving),
+            stillness,
             readings,
             use,
             pushes,
@@ -299,7 +303,7 @@ class ServerMachine:
             session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
         )
         checks = Checks(session, self.table, effects, records, elsewhere.leaving, no_copy, pushes.advance)
-        self._replication = Replication(
+        replication = Replication(
             session,
             effects,
             records,
@@ -312,7 +316,8 @@ class ServerMachine:
             giving_up,
             checks,
         )
-        self._timed = _Timed(readings, captures, pushes.late, self._replication)
+        self._timed = _Timed(readings, captures, pushes.late, replication)
+        self._fast = _Fast(lane, express)
         self._validated = (
             session,
             self.table,
@@ -324,7 +329,7 @@ class ServerMachine:
             readings,
             captures,
             shared,
-            self._replication,
+            replication,
         )
         self._followers = _Followers(
             of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
@@ -360,7 +365,7 @@ class ServerMachine:
             ReadSlices: readings.read,
             ReadDone: readings.done,
             **captures.handlers,
-            **dict.fromkeys(replicas.kinds, self._replication.record),
+            **dict.fromkeys(replicas.kinds, replication.record),
         }
 
     # ── the machine's interface ──
@@ -378,22 +383,22 @@ class ServerMachine:
         return self._session
 
     def leads(self, partition: int) -> bool:
-        return self._replication.leads(partition)
+        return self._timed.replication.leads(partition)
 
     def held(self, partition: int) -> HeldPartition | None:
         """What this server holds of a partition that another one leads, or has not taken over yet."""
-        return self._replication.held(partition)
+        return self._timed.replication.held(partition)
 
     @property
     def differences(self) -> list[str]:
         """What backups were found to have that is not what this server has."""
-        return self._replication.differences
+        return self._timed.replication.differences
 
     def step(self, event: Event, now: float) -> list[Effect]:
         readings, captures, late, replication = self._timed
         readings.now = captures.now = now
-        if not self._express.is_idle:
-            self._express.materialize()
+        if not self._fast.express.is_idle:
+            self._fast.express.materialize()
         if readings.is_on:
             readings.tick(now)
         if captures.is_on:
@@ -425,11 +430,11 @@ class ServerMachine:
         readings, captures, late, replication = self._timed
         if readings.is_on or captures.is_on or late.is_on or replication.is_on:
             return None
-        if type(event) is JobDone:
-            if not self._express.awaits(event.job):
+        if isinstance(event, JobDone):
+            if not self._fast.express.awaits(event.job):
                 return None
             self._effects.end_job(event)
-        elif not self._lane.hold(event):
+        elif not self._fast.lane.hold(event):
             return None
         return self._effects.take()
 
@@ -462,7 +467,7 @@ class ServerMachine:
             "waiting_for": sorted(name_of("worker", rank) for rank in blockers),
             "optimizer": self._control.describe(),
             "staleness": self._pushes.staleness.explain(),
-            **(self._replication.explain() if self._replication.is_on else {}),
+            **(self._timed.replication.explain() if self._timed.replication.is_on else {}),
         }
 
     @property
@@ -476,7 +481,7 @@ class ServerMachine:
             part.validate()
         self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
-        self._express.validate(self.table.groups.values())
+        self._fast.express.validate(self.table.groups.values())
 
     # ── dispatch ──
 
@@ -492,7 +497,7 @@ class ServerMachine:
             return
         if isinstance(message, View | ViewChange | Done | NotYet | Refused):
             if event.peer.kind is PeerKind.SERVER:
-                self._replication.answered(event, now)
+                self._timed.replication.answered(event, now)
                 self._deletions.advance()
             return
         handler = self._handlers.get(type(message))
@@ -509,7 +514,7 @@ class ServerMachine:
             self._effects.refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
     def _postpones(self, event: Received) -> bool:
-        return not self._attachments.is_replaced(event.sender) and self._replication.postpones(event)
+        return not self._attachments.is_replaced(event.sender) and self._timed.replication.postpones(event)
 
     def _say_goodbye(self, event: LocalCall) -> None:
         """The only thing that its own program asks of a server: to leave in good order."""
@@ -524,7 +529,7 @@ class ServerMachine:
         for rank, incarnation in self._attachments.detach_replaced():
             self._forget(rank, incarnation)
         self._participants.update(self._session.view)
-        self._replication.view_changed()
+        self._timed.replication.view_changed()
         self._attachments.welcome_named()
         for follow in self._followers.of_views:
             follow()

@@ -247,7 +247,7 @@ class Pushes:
             self._commit(group, unchanged(group))
             record = group.log.close_next(self._participants.awaited)
         if record is not None and self._captures.is_on:
-            self._captures.before_apply(group, record, partial(self.apply, group, record))
+            self._captures.before_apply(group, record, partial(self._apply_now, group, record))
         elif record is not None:
             self.apply(group, record)
 
@@ -293,6 +293,9 @@ class Pushes:
             ),
             partial(applied or self.applied, group, record, use, is_tuple=keeps_merged or coding is not None),
         )
+
+    def _apply_now(self, group: FusedGroup, record: Record) -> None:
+        self.apply(group, record)
 
     def applied(self, group: FusedGroup, record: Record, use: Use, done: JobDone, *, is_tuple: bool) -> None:
         """The job has ended: the round becomes a version, or counts for nobody."""

@@ -121,17 +121,16 @@ class ServerRouter:
     def fast_step(self, event: Event) -> list[Effect] | None:
         """What a training repeats goes straight to the machine of its run, see `ServerMachine.fast_step`. None: nothing
         was done, and the event is for `step`."""
-        kind = type(event)
-        if kind is Received:
-            if type(event.message) is not PushBatch or event.principal is not HOLDER:
+        if isinstance(event, Received):
+            if not isinstance(event.message, PushBatch) or event.principal is not HOLDER:
                 return None
-        elif kind is not JobDone:
+        elif not isinstance(event, JobDone):
             return None
         machine = self._machines.get(event.run)
-        effects = None if machine is None else machine.fast_step(event)
-        if not effects:
-            return effects
-        return [InRun(event.run, machine.epoch, effects)]
+        if machine is None:
+            return None
+        effects: Any = machine.fast_step(event)
+        return [InRun(event.run, machine.epoch, effects)] if effects else effects
 
     def next_deadline(self) -> float | None:
         due = min(self._deadlines.values())

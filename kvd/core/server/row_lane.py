@@ -8,24 +8,21 @@ change nothing of what it remembers. Any other message makes it forget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvd.core.machine import Contribution, Peer, Received, Span
 from kvd.core.server.attachments import Attachments
-from kvd.core.server.captures import Captures
-from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.groups import FusedGroup, Slice
+from kvd.core.server.groups import Slice
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.late import LateWorkers
 from kvd.core.server.memory_use import MemoryUse
-from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
+from kvd.core.server.stillness import Stillness
 from kvd.core.server.targets import PushTarget
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ADD, ANY_CLOCK, PullRows, Push, Staged
@@ -40,34 +37,6 @@ class UsualRows(NamedTuple):
     peer: Peer
     rank: int
     slice: Slice
-
-
-class Stillness:
-    """Whether nobody but those who push and pull wants to know of a push, or has a say in it."""
-
-    def __init__(
-        self,
-        participants: Participants,
-        disputes: Disputes,
-        captures: Captures,
-        late: LateWorkers,
-        leaving: Collection[int],
-    ) -> None:
-        self._participants = participants
-        self._disputes = disputes
-        self._captures = captures
-        self._late = late
-        self._leaving = leaving
-
-    def of(self, group: FusedGroup) -> bool:
-        return not (
-            group.is_gone
-            or self._participants.dead
-            or self._disputes.open
-            or self._captures.is_on
-            or self._late.is_on
-            or (self._leaving and group.partition in self._leaving)
-        )
 
 
 class RowLane:

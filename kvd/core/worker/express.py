@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd.core.machine import LocalCall, Peer
+from kvd.core.machine import LocalCall, ServerPeer
 from kvd.core.membership import ViewState
 from kvd.core.outbox import RETRY_FIRST_S
 from kvd.core.requests import Item, Transfer
@@ -46,7 +46,7 @@ class Repeated:
     item: Item
     key: WorkerKey
     plan: MessagePlan
-    peer: Peer
+    peer: ServerPeer
     generation: int
     becomes_ordinary_s: float
     request: int = 0

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, Complete, Effect, Event, LocalCall, Peer, Received, Send, Tick
+from kvd.core.machine import SCHEDULER, Complete, Effect, Event, LocalCall, Peer, Received, Send, ServerPeer, Tick
 from kvd.core.membership import ViewState
 from kvd.core.outbox import RETRY_FIRST_S, Outbox
 from kvd.core.requests import Item
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import CallBook
-from kvd.core.worker.keys import KeyTable
+from kvd.core.worker.keys import KeyTable, WorkerKey
 from kvd.core.worker.loads import Load, Loads
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans
@@ -243,7 +243,7 @@ class Lane:
         self._emit(Complete(flight.event.call, flight.load.result()))
         self._end()
 
-    def single(self, item: Item) -> tuple[WorkerKey, MessagePlan, Peer] | None:
+    def single(self, item: Item) -> tuple[WorkerKey, MessagePlan, ServerPeer] | None:
         """The key of the item, the plan of the message in which its one slice travels, and its server, if a call on it
         may be taken now."""
         if not self._is_on or self.is_busy or not self._stillness.is_total():

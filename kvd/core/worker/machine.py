@@ -19,7 +19,7 @@ An observer is a worker without a rank: it asks, and takes part in nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd.core import requests
 from kvd.core.machine import (
@@ -76,6 +76,13 @@ __all__ = ["WorkerMachine", "WorkerSettings"]
 TRANSFERS = (requests.Transfer, requests.ListTransfer)
 
 
+class _Answers(NamedTuple):
+    """Who takes the answers of servers."""
+
+    asker: Asker
+    not_yet: NotYetReactions
+
+
 class WorkerMachine:
     """The state machine of a worker or an observer."""
 
@@ -89,7 +96,7 @@ class WorkerMachine:
         servers, pushes = Servers(view), OpenPushes(calls, self._wake)
         steps = StepCounter(pushes)
         keys = KeyTable()
-        self._asker = asker = Asker(view, servers, outbox, calls)
+        asker = Asker(view, servers, outbox, calls)
         left = Predecessor()
         taking_part = Participation(session, outbox, asker, calls)
         resting = Resting(keys)
@@ -118,7 +125,8 @@ class WorkerMachine:
         inits = InitCalls(session, keys, taking_part, calls, directory, making, self._wake, deletions.afterwards)
         moves = Moves(view, servers, keys, outbox, calls, asker, transfer.declare, self._control.moved)
         self._connections = Connections(session, servers, moves, outbox, calls, asker, left, resting, emit)
-        self._not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
+        not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)
+        self._answers = _Answers(asker, not_yet)
         starters: dict[type[Any], Start] = {
             requests.Transfer: transfer.start,
             requests.Read: readings.read,
@@ -361,9 +369,9 @@ class WorkerMachine:
                 self._waits.answered(event, now)
             return
         if isinstance(message, NotYet):
-            self._not_yet.postponed(entry, message, now)
+            self._answers.not_yet.postponed(entry, message, now)
         else:
-            self._asker.answer(entry, event, now)
+            self._answers.asker.answer(entry, event, now)
 
     def _fail(self, error: KvdError) -> None:
         """This node cannot go on: every call ends."""
