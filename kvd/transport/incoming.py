@@ -20,10 +20,12 @@ from kvd.transport.frames import (
     INLINE,
     INLINE_BELOW_BYTES,
     LARGEST_SMALL_FRAME,
+    MAGIC,
     MAX_HEADER_BYTES,
     MESSAGE,
     PREFIX,
     REFERENCE,
+    VERSION,
     InvalidFrameError,
     unpack_numbers,
 )
@@ -53,6 +55,14 @@ class Frame(NamedTuple):
     nbytes: int
     segment: int
     offset: int
+
+
+def check_hello(frame: Frame) -> None:
+    """Raises InvalidFrameError unless this is the first frame of a link in this version."""
+    if frame.kind != HELLO or frame.offset != MAGIC:
+        raise InvalidFrameError("the other side does not speak the protocol of links")
+    if frame.segment != VERSION:
+        raise InvalidFrameError(f"the other side speaks version {frame.segment} of links, this one {VERSION}")
 
 
 class FrameAssembler:

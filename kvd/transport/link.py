@@ -35,7 +35,7 @@ from kvd.transport.frames import (
     pack_numbers,
     prefix_of,
 )
-from kvd.transport.incoming import Frame, Incoming
+from kvd.transport.incoming import Frame, Incoming, check_hello
 from kvd.transport.leases import Leases, SharedPayload, payload_nbytes
 from kvd.transport.link_proof import Medium, Proven
 from kvd.transport.offered import MapBudget, close_refused
@@ -366,7 +366,8 @@ class Link:
                 raise InvalidFrameError(f"frame {number} is released, but it is not leased")
         kind = frame.kind
         if not self._greeted:
-            self._check_hello(frame)
+            check_hello(frame)
+            self._greeted = True
         elif kind in (INLINE, MESSAGE):
             if self.is_up:
                 self._sink.on_message(self.peer, frame.header, frame.payload, self.proven.principal)
@@ -380,13 +381,6 @@ class Link:
             self._go_down("the other side ended the link")
         elif kind != RELEASE:
             raise InvalidFrameError("a second hello")
-
-    def _check_hello(self, frame: Frame) -> None:
-        if frame.kind != HELLO or frame.offset != MAGIC:
-            raise InvalidFrameError("the other side does not speak the protocol of links")
-        if frame.segment != VERSION:
-            raise InvalidFrameError(f"the other side speaks version {frame.segment} of links, this one {VERSION}")
-        self._greeted = True
 
     def _take_segment(self, frame: Frame) -> None:
         descriptor = self._in.take_descriptor()
