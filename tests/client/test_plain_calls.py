@@ -12,9 +12,11 @@ import pytest
 
 import kvd
 from kvd.client.calls.keys import WrittenKeys, key_list
+from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.values import spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.plain_calls import MOST_LISTS, PlainCalls
+from kvd.client.facades.blocking import backend_of
 from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster
 
@@ -142,6 +144,31 @@ def test_a_repeated_list_gives_the_sums_in_the_arrays_of_each_call(store: kvd.KV
         assert [given[place] is outs[place] for place in range(3)] == [True] * 3
         for place, out in enumerate(outs):
             np.testing.assert_array_equal(out, np.full(4, number + place, np.float32))
+
+
+def test_the_value_of_a_repeated_call_with_a_handle_may_be_changed_at_once(store: kvd.KVStore) -> None:
+    value, handles, outs = np.empty(4, np.float32), [], arrays(*[(4,)] * 6)
+    for number, out in enumerate(outs):
+        value[:] = number
+        handles.append(store.pushpull_async("abc"[number % 3], value, out))
+    value[:] = np.nan
+    for number, (handle, out) in enumerate(zip(handles, outs, strict=True)):
+        assert handle.wait() is out
+        np.testing.assert_array_equal(out, np.full(4, number, np.float32))
+
+
+def test_its_copy_counts_against_the_memory_of_pushes(store: kvd.KVStore) -> None:
+    budget = backend_of(store).values._arguments._budget  # type: ignore[attr-defined]
+    (value, *_), (out, *_) = arrays(), arrays()
+    for key in "ab":
+        store.pushpull_async(key, value, out).wait()
+    handle = store.pushpull_async("a", value, out)
+    budget._held_bytes += budget._limit_bytes
+    with pytest.raises(kvd.RequestTimeout, match="memory_limit_bytes"):
+        backend_of(store).values.pushpull("b", value, out, 0, 1, True, Reservation())
+    budget._held_bytes -= budget._limit_bytes
+    assert handle.wait() is out
+    assert budget._held_bytes == 0
 
 
 def test_an_array_that_takes_another_shape_is_noticed(store: kvd.KVStore) -> None:

@@ -9,8 +9,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from kvd.client.calls.values import Source
+from kvd.client.calls.values import Array, Source
 from kvd.errors import RequestTimeout
+
+
+class _Copy(weakref.ref[Array]):
+    """A private copy that counts, until it is freed."""
+
+    __slots__ = ("nbytes",)
+    nbytes: int
 
 
 class Reservation:
@@ -56,6 +63,7 @@ class MemoryBudget:
         self._limit_bytes = limit_bytes
         self._timeout_s = timeout_s
         self._held_bytes = 0
+        self._copies: dict[int, _Copy] = {}  # by their identity: a reference to an array has no hash
         self._queue: deque[object] = deque()
         self._changed = threading.Condition()
 
@@ -66,13 +74,15 @@ class MemoryBudget:
         Raises:
             RequestTimeout: there is no room; with a reservation, at once.
         """
-        nbytes = sum(source.data.nbytes for source in sources)
+        nbytes = sum([data.nbytes for data, _ in sources])
         with self._changed:
             if self._queue or not self._fits(nbytes):
                 self._wait_in_queue(nbytes, reservation)
             self._held_bytes += nbytes
-        for source in sources:
-            weakref.finalize(source.data, self._release, source.data.nbytes)
+        for data, _ in sources:
+            counted = _Copy(data, self._freed)
+            counted.nbytes = data.nbytes
+            self._copies[id(counted)] = counted
 
     def _fits(self, nbytes: int) -> bool:
         return self._held_bytes == 0 or self._held_bytes + nbytes <= self._limit_bytes
@@ -125,10 +135,12 @@ class MemoryBudget:
                     return
             await reservation.wait_for_wake()
 
-    def _release(self, nbytes: int) -> None:
+    def _freed(self, counted: weakref.ref[Array]) -> None:
+        copy = self._copies.pop(id(counted))
         with self._changed:
-            self._held_bytes -= nbytes
-            self._wake_next()
+            self._held_bytes -= copy.nbytes
+            if self._queue:
+                self._wake_next()
 
     def _wake_next(self) -> None:
         """Has the first in the queue look again: all threads wait on one condition, so all of them look."""

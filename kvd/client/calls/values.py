@@ -132,7 +132,7 @@ def source_of(value: Any, slice_bytes: int, *, copy: bool, memory: Callable[[int
     if type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.isnative:  # by far the most common
         spec = spec_of(value.dtype, value.shape, slice_bytes)
         data: Array = value.ravel().view(BYTE)
-        return Source(_copied(data, memory) if copy else data, spec)
+        return Source(copy_of(data, memory) if copy else data, spec)
     if isinstance(value, list | tuple) and _is_device_list(value):
         if len(value) == 1:
             return source_of(value[0], slice_bytes, copy=copy, memory=memory)
@@ -141,7 +141,7 @@ def source_of(value: Any, slice_bytes: int, *, copy: bool, memory: Callable[[int
     spec = spec_of(array.dtype, array.shape, slice_bytes)
     data = contiguous_bytes(array)
     if copy and np.may_share_memory(data, array):
-        data = _copied(data, memory)
+        data = copy_of(data, memory)
     return Source(data, spec)
 
 
@@ -158,7 +158,8 @@ def _sum_of(values: Sequence[Any], slice_bytes: int, memory: Callable[[int], Arr
     return Source(data, spec)
 
 
-def _copied(data: Array, memory: Callable[[int], Array]) -> Array:
+def copy_of(data: Array, memory: Callable[[int], Array]) -> Array:
+    """A copy of these bytes in memory that `memory` gives."""
     copy = memory(data.nbytes)
     copy[:] = data
     return copy

@@ -10,10 +10,11 @@ import numpy as np
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.memory_budget import MemoryBudget, Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Source, Target, source_of, targets_by_name, values_by_name
+from kvd.client.calls.values import Array, Source, Target, copy_of, source_of, targets_by_name, values_by_name
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
+from kvd.core.requests import Item
 from kvd.tables.description import RowSparse
 from kvd.tables.first_rows import RowPages, first_rows, pages_of
 from kvd.tables.wire import spec_of_table
@@ -74,6 +75,13 @@ class Arguments:
         if copies and (copy or rows):
             self._budget.take(copies, reservation)
         return sources
+
+    def copied(self, item: Item, reservation: Reservation | None) -> Item:
+        """The same item with a copy of its source, which counts against the memory budget."""
+        assert item.spec is not None
+        data = copy_of(item.source, self._engine.memory)
+        self._budget.take([Source(data, item.spec)], reservation)
+        return item._replace(source=data)
 
     def rooms(
         self,

@@ -210,10 +210,11 @@ class ClusterValues:
     ) -> Handle:
         out = value if out is None else out
         has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
-        if has_defaults and not (copy or cast or view) and self._compression.current is None:
+        may_be_plain = has_defaults and not (cast or view) and (not copy or type(key) is str)
+        if may_be_plain and self._compression.current is None:
             call = self._plain.find(key, value, out)
             if call is not None:
-                return self._pushpull_plain(call, out)
+                return self._pushpull_plain(call, out, copy=copy, reservation=reservation)
         keys = self._arguments.named(key)
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
@@ -285,15 +286,16 @@ class ClusterValues:
             handle = Handle(promise, what="pushpull", drive=self._engine.wait)
             self._watched(names, handle).wait()
 
-    def _pushpull_plain(self, call: PlainCall, out: Any) -> Handle:
+    def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""
         names = call.names
         self._arguments.raise_unobserved(names)
+        items = (self._arguments.copied(call.items[0], reservation),) if copy else call.items
         many = type(out) is not np.ndarray
         if not self._steps.take_pushes(names):
             keys = KeyList(list(names), many)
             return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
-        transfer = requests.Transfer(call.items, push=True, pull=True, place=self._steps.place)
+        transfer = requests.Transfer(items, push=True, pull=True, place=self._steps.place)
         if call.listed is None:
             promise = self._submit_push(transfer)
         else:
@@ -303,7 +305,7 @@ class ClusterValues:
             lambda _: list(out) if many else out,
             "pushpull",
             self._engine.wait,
-            lambda: self._engine.take_back(call.sources()),
+            None if copy else lambda: self._engine.take_back(call.sources()),
         )
         return self._watched(names, handle)
 
