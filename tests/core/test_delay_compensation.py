@@ -24,7 +24,7 @@ FIRST, PUSHED = b"\0\0\0\1", b"\0\0\0\2"
 
 
 def started(*keys: str, optimizer: Optimizer = RULE, **settings: Any) -> Harness:
-    harness = Harness(cluster(2, **{"mode": "async", **settings}))
+    harness = Harness(cluster(2, **{"mode": "async", **settings}), memory=1 << 24)  # too little to ask for more
     for key in keys or ("w",):
         harness.init(key, FIRST, SPEC)
     use(harness, optimizer)
