@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -218,3 +221,54 @@ def test_whatever_the_machine_does_meanwhile_the_answer_is_taken(taken: Taken, m
         cluster.run(program)
     assert taken.to_its_end > 10
     assert taken.left > 10
+
+
+def test_ctrl_c_gives_the_array_back(taken: Taken) -> None:
+    """The other worker has yet to push. What was pushed counts with the value that it had."""
+    with LocalCluster(2, 1, lanes="auto") as cluster, ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: cluster.store(), range(2))
+        value, out = np.ones(4, np.float32), np.empty(4, np.float32)
+        made = pool.submit(other.init, "w", value)
+        one.init("w", value)
+        made.result(60)
+        for _ in range(10):
+            pushed = pool.submit(other.pushpull, "w", value.copy())
+            one.pushpull("w", value, out)
+            pushed.result(60)
+        begun, run = threading.Event(), one._backend.values._express._send  # type: ignore[attr-defined]
+
+        def sending(*arguments: Any) -> Any:
+            sent = run(*arguments)
+            begun.set()
+            return sent
+
+        one._backend.values._express._send = sending  # type: ignore[attr-defined]
+
+        def interrupt() -> None:
+            begun.wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        value[:] = 5
+        interrupted = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.pushpull("w", value, out)
+        interrupted.result(60)
+        value[:] = np.nan
+        assert other.pushpull("w", np.full(4, 2, np.float32)).tolist() == [7] * 4
+        assert one.pull("w").tolist() == [7] * 4
+        for store in (one, other):
+            store.set_barrier_before_exit(False)
+            store.close()
+    assert taken.to_its_end > 5
+
+
+def test_a_server_that_dies_ends_the_call() -> None:
+    with LocalCluster(1, 1, processes=True, lanes="auto", request_timeout_s=30.0) as cluster:
+        store = cluster.store()
+        store.init("w", np.zeros(4, np.float32))
+        value = np.ones(4, np.float32)
+        for _ in range(10):
+            store.pushpull("w", value)
+        cluster.kill_server(0)
+        with pytest.raises(kvd.errors.NodeLost):
+            store.pushpull("w", value)

@@ -176,6 +176,7 @@ class Engine:
             self._users,
             bound,
             self.submit,
+            self.wait,
             self.take_back,
             slice_bytes=slice_bytes,
             answer_s=self.config.request_timeout_s,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.client.calls.handle import Handle
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.values import BYTE, Array, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
@@ -94,6 +95,10 @@ class Trip:
             self._transfer = Transfer((item,), push=True, pull=True, place=self.place)
         return self._transfer
 
+    def sources(self) -> list[Array]:
+        """The memory that the ordinary call sends from."""
+        return [self.transfer().items[0].source]
+
     def local_call(self) -> LocalCall:
         return LocalCall(self.number, self.transfer(), self.deadline, self._answer_s)
 
@@ -144,7 +149,7 @@ class ExpressWay:
     Args:
         bound: the keys whose arrays are the store's.
         submit: makes a call the general way.
-        take_back: see `Engine.take_back`.
+        wait, take_back: see `Engine`.
         slice_bytes: the size of the slices in this cluster.
         answer_s, round_s: the default deadlines of a call, see `Engine.submit`.
     """
@@ -159,6 +164,7 @@ class ExpressWay:
         users: StoreUsers,
         bound: BoundKeys,
         submit: Callable[[Transfer], Promise],
+        wait: Callable[[Promise, float | None], None],
         take_back: Callable[[list[Array]], None],
         *,
         slice_bytes: int,
@@ -174,6 +180,7 @@ class ExpressWay:
         self._users = users
         self._bound = bound
         self._submit = submit
+        self._wait = wait
         self._take_back = take_back
         self._slice_bytes = slice_bytes
         self._answer_s = answer_s
@@ -208,9 +215,9 @@ class ExpressWay:
 
     # ── the way ──
 
-    def run(self, call: PreparedCall, value: Array, out: Array, place: int) -> Promise | None:
-        """Pushes `value` and pulls into `out`. None: it is done. Otherwise it has become an ordinary call, and this is
-        its promise.
+    def run(self, call: PreparedCall, value: Array, out: Array, place: int) -> Handle | None:
+        """Pushes `value` and pulls into `out`. None: it is done. Otherwise it has become an ordinary call, whose handle
+        must be waited for.
 
         Args:
             place: where the program is, see `kvd.core.places`.
@@ -226,15 +233,18 @@ class ExpressWay:
                         if self._send(call, trip, value, now):
                             with self._users.waiting(promise):
                                 is_over = self._receive(call, trip, out, promise, ctrl_c)
-                            return None if is_over else promise
+                            return None if is_over else self._handle(promise, trip)
                     finally:
                         self._waiter.end()
                 self._calls.forget(number)
                 self._prepared.pop(call.item.key, None)
-                return self._submit(trip.transfer())
+                return self._handle(self._submit(trip.transfer()), trip)
         except BaseException:  # Ctrl-C
-            self._take_back([trip.transfer().items[0].source])
+            self._take_back(trip.sources())
             raise
+
+    def _handle(self, promise: Promise, trip: Trip) -> Handle:
+        return Handle(promise, what="pushpull", drive=self._wait, reclaim=lambda: self._take_back(trip.sources()))
 
     def _send(self, call: PreparedCall, trip: Trip, value: Array, now: float) -> bool:
         """Begins the call and sends its frame. False: nothing was done."""

@@ -281,9 +281,8 @@ class ClusterValues:
             keys = KeyList([name], False)
             self._pull_into(keys, self._arguments.targets(keys, out), out, 0).wait()
             return
-        promise = self._express.run(prepared, value, out, self._steps.place)
-        if promise is not None:
-            handle = Handle(promise, what="pushpull", drive=self._engine.wait)
+        handle = self._express.run(prepared, value, out, self._steps.place)
+        if handle is not None:
             self._watched(names, handle).wait()
 
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
