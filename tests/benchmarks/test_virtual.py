@@ -48,12 +48,12 @@ def between_hosts(workers: int, servers: int, nbytes: int, rates: Rates = GIGABY
 
 
 def test_a_value_is_pushed_and_pulled_at_the_speed_of_the_network() -> None:
-    """1 GB of slices of 4 MiB at 1 GB/s: the values of a slice travel back while the next one is pushed, so both take
-    one second, and a slice more."""
-    slice_s = 4 * 1024 * 1024 * OVERHEAD / 1e9
+    """1 GB in messages of four slices of 4 MiB at 1 GB/s: the values of a message travel back while the next one is
+    pushed, so both take one second, and a message more."""
+    message_s = 4 * 4 * 1024 * 1024 * OVERHEAD / 1e9
     found = between_hosts(1, 1, 1000 * MB)
-    assert found.step_s == pytest.approx(1.0 * OVERHEAD + slice_s, rel=0.002)
-    assert found.servers.port_share == pytest.approx(1.0, abs=0.01)
+    assert found.step_s == pytest.approx(1.0 * OVERHEAD + message_s, rel=0.002)
+    assert found.servers.port_share == pytest.approx(OVERHEAD / (OVERHEAD + message_s), abs=0.01)
 
 
 def test_a_value_of_one_slice_goes_there_and_back() -> None:

@@ -62,7 +62,7 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
     transport = engine.transport
     recorded: queue.Queue[tuple[int, bytes, bytes]] = queue.Queue()
     replayed: list[tuple[int, bytes, bytes]] = []
-    send = transport.send
+    send, link_to = transport.send, transport.link_to
     by_incarnation = {member.incarnation: member.address for member in engine.machine.view.servers()}
 
     def record(peer: Any, header: bytes, payload: Any) -> bool:
@@ -71,6 +71,7 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
         return bool(send(peer, header, payload))
 
     transport.send = record
+    transport.link_to = lambda peer: None  # so that prepared frames are sent as messages
     replayers = {incarnation: RawPeer(address) for incarnation, address in by_incarnation.items()}
     try:
         with busy(stores):
@@ -84,7 +85,7 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
         kinds = {type(replayers[first].answer()) for _ in range(5)}
         assert kinds & {Done, Staged, Values, Refused}
     finally:
-        transport.send = send
+        transport.send, transport.link_to = send, link_to
         for raw in replayers.values():
             raw.close()
     with busy(stores):

@@ -13,9 +13,8 @@ from kvd.core.server.rounds import SliceLog
 from kvd.core.worker.push_window import PushWindow
 from kvd.node.table_parts import TableParts
 from kvd.tables import by_part
-from kvd.tables.duplicates import added_up
+from kvd.tables.duplicates import InOrder, firsts
 from kvd.tables.earlier_rows import EarlierRows
-from kvd.tables.merged_rows import MergedRows
 from kvd.tables.part import TablePart
 from kvd.tables.table import Table
 from kvd.testing.campaign import CAMPAIGNS
@@ -43,11 +42,11 @@ def rows_in_two_versions(patch: pytest.MonkeyPatch) -> None:
 def twice_the_same_row(patch: pytest.MonkeyPatch) -> None:
     """Of the rows that one worker pushes of one id, only the first leaves it."""
 
-    def first_only(ids: Any, rows: Any) -> MergedRows:
-        distinct, places = np.unique(ids, return_index=True)
-        return added_up(distinct, rows[places])
+    def first_only(given: InOrder, rows: Any, ids: Any, out: Any) -> None:
+        distinct = firsts(given.ids)
+        ids[:], out[:] = given.ids[distinct], rows[given.places[distinct]]
 
-    patch.setattr(by_part, "added_up", first_only)
+    patch.setattr(by_part, "add_up_into", first_only)
 
 
 def without_the_others(patch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ class ExpressWay:
 
     def prepare(self, name: str, value: Array) -> None:
         """A call on the key has ended, which pushed this value: the next one may go the express way."""
-        if not 0 < value.nbytes <= INLINE_BELOW_BYTES or not self._transport.has_links:
+        if not 0 < value.nbytes <= INLINE_BELOW_BYTES or not value.dtype.isnative or not self._transport.has_links:
             return
         stepper = self._driver.stepper
         if not stepper.enter():
