@@ -293,10 +293,15 @@ class LinkWaiter:
         reader."""
         if not self._turn.acquire(blocking=False):
             return False
-        if self._wake_fd < 0:
-            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._reader = threading.get_ident()
-        self._links.pause_loop()
+        try:
+            if self._wake_fd < 0:
+                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._reader = threading.get_ident()
+            self._links.pause_loop()
+        except BaseException:  # there are too many open files
+            self._reader = 0
+            self._turn.release()
+            raise
         return True
 
     def end(self) -> None:

@@ -336,7 +336,7 @@ class Link:
         self.has_more = True
         try:
             rest = self._in.take_like(head, rest_nbytes) if self.is_up else None
-            self.has_more = rest is None or self._in.has_rest
+            self.has_more = self._in.has_rest
             return rest
         except InvalidFrameError as error:
             self._end_with_garbage(error)

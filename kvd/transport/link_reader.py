@@ -207,8 +207,8 @@ class LinkReader:
                 try:
                     if not self._unfinished:
                         rest = link.receive_like(head, rest_nbytes)
-                        if rest is not None and link.has_more:
-                            self._serve(link)  # what is behind the frame is delivered
+                        if rest is None or link.has_more:
+                            self._serve(link)  # no poll announces what was read, and nobody else notices an end
                 finally:
                     self._reading.release()
             if rest is None and not self.read():

@@ -334,6 +334,29 @@ def both(odd: Callable[[Harness], Any], **how: Any) -> Any:
     return [served, answered, [run.value(key) for key in KEYS], run.explain()]
 
 
+def test_a_number_that_is_used_twice_is_held_once() -> None:
+    """No worker of ours does it: one request for the pushes of two batches."""
+    run = together(*KEYS, small=1 << 10, express=True)
+    for rank in range(2):
+        push(run, rank, 2)
+    for key in ("c", "d"):
+        run.init(key, b"\1")
+    for rank in range(2):
+        run.declare(rank, 2, "c", "d")
+    for clock in (1, 2):
+        for rank in range(2):
+            run.push_batch(rank, clock, b"\1", b"\1", batch=2)
+    run.hold = True
+    for batch, clock in ((1, 3), (2, 3)):
+        for rank in range(2):
+            run.push_batch(rank, clock, *BYTES, batch=batch, request=1000)
+    run.step(Tick())
+    run.machine.validate()
+    while run.jobs:
+        run.finish(run.jobs[0])
+    assert len(run.machine._waiters.pending) == 0
+
+
 @pytest.mark.parametrize("quorum", [1, 2])
 def test_a_round_that_has_its_quorum_waits_for_a_moment(quorum: int) -> None:
     settings = cluster(3, quorum=quorum, quorum_grace_s=0.5)

@@ -62,7 +62,7 @@ class Trip:
     """One call, and what it is as an ordinary one.
 
     Attributes:
-        number: under which the promise of the ordinary call is known.
+        number: under which the promise of the ordinary call is known; 0 until it is.
         place: where the program is, see `kvd.core.places`.
         deadline: of the call.
     """
@@ -75,11 +75,10 @@ class Trip:
         value: Array,
         out: Array,
         place: int,
-        number: int,
         deadline: float,
         answer_s: float,
     ) -> None:
-        self.number = number
+        self.number = 0
         self.place = place
         self.deadline = deadline
         self._item = item
@@ -224,19 +223,19 @@ class ExpressWay:
         """
         promise = Promise(self._users.waiting)
         now = self._driver.stepper.now()
-        number = self._calls.begin(promise)
-        trip = Trip(call.item, value, out, place, number, now + self._round_s, self._answer_s)
+        trip = Trip(call.item, value, out, place, now + self._round_s, self._answer_s)
         try:
             with Uninterrupted(self._waiter.nudge) as ctrl_c:
                 if self._waiter.begin():
+                    trip.number = self._calls.begin(promise)
                     try:
                         if self._send(call, trip, value, now):
                             with self._users.waiting(promise):
                                 is_over = self._receive(call, trip, out, promise, ctrl_c)
                             return None if is_over else self._handle(promise, trip)
+                        self._calls.forget(trip.number)
                     finally:
                         self._waiter.end()
-                self._calls.forget(number)
                 self._prepared.pop(call.item.key, None)
                 return self._handle(self._submit(trip.transfer()), trip)
         except BaseException:  # Ctrl-C

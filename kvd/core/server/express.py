@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from kvd.core.machine import Contribution, JobDone, Received, Span
+from kvd.core.machine import Contribution, JobDone, Peer, Received, Span
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.made import Use
@@ -77,6 +77,7 @@ class ExpressRounds:
         self._small_push_bytes = small_push_bytes
         self._rounds: dict[int, _Round] = {}  # by the number of the group
         self._jobs: set[int] = set()  # that apply them
+        self._requests: set[PushRequest] = set()  # those that are held
 
     @property
     def is_idle(self) -> bool:
@@ -98,14 +99,20 @@ class ExpressRounds:
                 return False
         elif round_.job or rank in round_.held:
             return False
-        if not log.would_take(rank, push.clock, PushRequest(event.sender, push.request)):
+        request = PushRequest(event.sender, push.request)
+        if not self._is_new(event.peer, request) or not log.would_take(rank, push.clock, request):
             return False
         if round_ is None:
             round_ = self._rounds[group.number] = _Round(group)
         round_.held[rank] = _Held(rank, event, push)
+        self._requests.add(request)
         if self._is_complete(round_, push.clock):
             self._close(round_)
         return True
+
+    def _is_new(self, peer: Peer, request: PushRequest) -> bool:
+        """Whether no request of this number is open, or held in another round: no worker of ours would make it."""
+        return request not in self._requests and self._waiters.pending.may_open(peer, request.sender, request.number)
 
     def _may_begin(self, group: FusedGroup) -> bool:
         """Whether nothing is under way in the group."""
@@ -149,6 +156,7 @@ class ExpressRounds:
         group.commit(done.result)
         version, spans = group.log.version, (Span(done.result, 0, group.nbytes),)
         for _, event, push in round_.held.values():
+            self._requests.discard(PushRequest(event.sender, push.request))
             if push.pull:
                 self._effects.send(event.peer, Values(push.request, (version,)), spans)
             else:
@@ -160,6 +168,7 @@ class ExpressRounds:
         """What is held goes the general way."""
         rounds, self._rounds = self._rounds, {}
         self._jobs.clear()
+        self._requests.clear()
         for round_ in rounds.values():
             for rank, event, push in round_.held.values():
                 if round_.job:

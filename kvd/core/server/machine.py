@@ -434,6 +434,7 @@ class ServerMachine:
             if not self._fast.express.awaits(event.job):
                 return None
             self._effects.end_job(event)
+            self._deletions.advance()
         elif not self._fast.lane.hold(event):
             return None
         return self._effects.take()
