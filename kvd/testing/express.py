@@ -66,17 +66,7 @@ class ExpressSteps:
         if not machine.express.begin(repeated, lambda: event, now):
             return None
         worker.event, worker.repeated = event, repeated
-        message = PushBatch(
-            repeated.request,
-            repeated.plan.batch,
-            repeated.clock,
-            ADD,
-            1,
-            True,
-            step=repeated.step,
-            settled=repeated.settled,
-            place=transfer.place,
-        )
+        message = repeated.message(transfer.place)
         _check_frame(machine, message)
         return [Send(repeated.peer, message, repeated.plan.payload_of(transfer.items))]
 

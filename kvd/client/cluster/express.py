@@ -38,7 +38,6 @@ from kvd.protocol.fixed import (
     put_values_head,
     version_of,
 )
-from kvd.protocol.messages import ADD, PushBatch
 from kvd.transport.frames import INLINE_BELOW_BYTES, PREFIX, inline_frame
 from kvd.transport.host import HostTransport
 from kvd.transport.link import Link
@@ -276,19 +275,8 @@ class ExpressWay:
 
     def _send_message(self, repeated: Repeated, trip: Trip) -> None:
         """Sends what the frame would have brought in another way."""
-        message = PushBatch(
-            repeated.request,
-            repeated.plan.batch,
-            repeated.clock,
-            ADD,
-            1,
-            True,
-            step=repeated.step,
-            settled=repeated.settled,
-            place=trip.place,
-        )
         payload = repeated.plan.payload_of(trip.transfer().items)
-        self._driver.sender.send_own(Send(repeated.peer, message, payload))
+        self._driver.sender.send_own(Send(repeated.peer, repeated.message(trip.place), payload))
 
     def _receive(self, call: PreparedCall, trip: Trip, out: Array, promise: Promise, ctrl_c: Uninterrupted) -> bool:
         """Waits for the expected answer and takes it in. False: the call has become an ordinary one, or will."""

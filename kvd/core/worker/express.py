@@ -27,6 +27,7 @@ from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.push_window import count_rounds
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.waits import Waits
+from kvd.protocol.messages import ADD, PushBatch
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +56,13 @@ class Repeated:
     settled: int = 0
     begun: float = 0.0
     make_call: Callable[[], LocalCall] | None = None
+
+    def message(self, place: int) -> PushBatch:
+        """That of the call that began last, made at this place of the program."""
+        step, settled = self.step, self.settled
+        return PushBatch(
+            self.request, self.plan.batch, self.clock, ADD, 1, True, step=step, settled=settled, place=place
+        )
 
 
 class Express:
