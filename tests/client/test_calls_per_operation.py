@@ -68,9 +68,9 @@ def listed(count: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
 @pytest.mark.parametrize(
     ("prepare", "by_worker", "by_server"),
     [
-        pytest.param(pushpull, 185, 320, id="1 KiB"),
-        pytest.param(listed(10), 198, 320, id="a list of ten"),
-        pytest.param(listed(500), 240, 450, id="a list of five hundred"),
+        pytest.param(pushpull, 92, 225, id="1 KiB"),
+        pytest.param(listed(10), 195, 250, id="a list of ten"),
+        pytest.param(listed(500), 240, 440, id="a list of five hundred"),
     ],
 )
 def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:
