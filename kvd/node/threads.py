@@ -43,7 +43,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from kvd.core.machine import (
     Complete,
@@ -73,8 +73,6 @@ _ONLY_ON_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Stop, InRun})
 
 logger = logging.getLogger("kvd.node")
 
-FastStep: TypeAlias = Callable[[Event], list[Effect] | None]
-
 
 class Stepper:
     """Steps one machine with the events of all threads, and carries out its effects.
@@ -82,14 +80,12 @@ class Stepper:
     Args:
         machine: only the thread that holds the stepping lock touches it.
         holding: lets answers of a daemon wait until all that belongs to an event is done; None: they do not wait.
-        fast_step: a shorter way for some events, on the loop: it gives their effects, or None and has done nothing.
     """
 
-    def __init__(self, machine: Machine, holding: Holding | None = None, fast_step: FastStep | None = None) -> None:
+    def __init__(self, machine: Machine, holding: Holding | None = None) -> None:
         self.now: Callable[[], float] = time.monotonic
         """The clock of the machine, in seconds: the loop's, once it has started."""
         self._machine = machine
-        self._fast_step = fast_step
         self._holding = holding
         self._actions: Mapping[type[Any], Callable[[Any], None]] = {}
         self._events: deque[Event] = deque()
@@ -124,38 +120,8 @@ class Stepper:
     def feed(self, happened: Event) -> None:
         """Gives the machine an event and carries out its effects, unless another thread is stepping: then that thread
         does both."""
-        if self._fast_step is None or self._events or self._deferred or not self._takes_fast_step(happened):
-            self._events.append(happened)
-        if self._events:
-            self._pump()
-
-    def _takes_fast_step(self, happened: Event) -> bool:
-        """On the loop, with nothing else to do: whether the machine has taken the event by a fast step. It takes the
-        ends of the jobs in the same way that this causes."""
-        if threading.get_ident() != self._loop_thread or not self._stepping.acquire(blocking=False):
-            return False
-        try:
-            if self._stopped or self._events or not self._step_fast(happened):
-                return False
-            while self._events:
-                happened = self._events.popleft()
-                if not self._step_fast(happened):
-                    self._events.appendleft(happened)
-                    break
-            return True
-        finally:
-            self._stepping.release()
-
-    def _step_fast(self, happened: Event) -> bool:
-        assert self._fast_step is not None
-        try:
-            effects = self._fast_step(happened)
-        except Exception as error:  # noqa: BLE001  see `_step`
-            self._report_failed_step(happened, error)
-            return True
-        if effects:
-            self._carry_out(effects)
-        return effects is not None
+        self._events.append(happened)
+        self._pump()
 
     def enter(self) -> bool:
         """Keeps others from stepping the machine until `leave`, which must come soon. False: another thread is stepping

@@ -7,6 +7,7 @@ reads one with a single call of `struct`.
 from __future__ import annotations
 
 from struct import Struct
+from typing import NamedTuple
 
 from kvd.protocol.envelope import VERSION, Decoded
 from kvd.protocol.messages import ADD, BIGGEST, MOST_COUNTED, Epoch, PushBatch, Values
@@ -24,11 +25,33 @@ _VALUES = Struct(">BBB BQBQBQBQBQ B BQ B")
 _VALUES_HEAD = Struct(">BBB BQBQBQBQBQ BB")
 _VALUES_TAIL = Struct(">QB")
 
+# The same, up to the run; and what comes behind, in which twelve bytes are how, samples, pull and probe
+_PUSH_HEAD = Struct(">BHBB BQBQBQBQ")
+_PUSH_TAIL = Struct(">BQBQBQ 12s BQBQBQ")
+_PULLS = {
+    Struct(">BBQBB").pack(ADD, _WIDE, 1, pull, _FALSE): pull == _TRUE for pull in (_TRUE, _FALSE)
+}  # one sample, and no probe
+
 PUSH_NBYTES = _PUSH.size
+PUSH_HEAD_NBYTES = _PUSH_HEAD.size
+"""Of a push, what all pushes of a worker have in common until there is another view."""
+PUSH_TAIL_NBYTES = _PUSH_TAIL.size
 VALUES_NBYTES = _VALUES.size
 VALUES_HEAD_NBYTES = _VALUES_HEAD.size
 """Of an answer, what comes before its version: it is known to the one that has asked."""
 VALUES_TAIL_NBYTES = _VALUES_TAIL.size
+
+
+class PushNumbers(NamedTuple):
+    """What differs from one PushBatch of a worker to the next, if each is one sample that is added: see there."""
+
+    request: int
+    batch: int
+    clock: int
+    pull: bool
+    step: int
+    settled: int
+    place: int
 
 
 def put_push(
@@ -103,16 +126,51 @@ def read_push(header: bytes | memoryview) -> Decoded | None:
     return Decoded(sender, Epoch(generation, change), message, run)
 
 
+def numbers_of(tail: bytes) -> PushNumbers | None:
+    """The numbers in a header of PUSH_NBYTES bytes behind the first PUSH_HEAD_NBYTES, if it is as `write_push` writes
+    it, of one sample. None: it may be any other."""
+    # fmt: off
+    (
+        w1, request, w2, batch, w3, clock, how, w4, step, w5, settled, w6, place
+    ) = _PUSH_TAIL.unpack_from(tail)
+    # fmt: on
+    pull = _PULLS.get(how)
+    if (
+        pull is None
+        or not w1 == w2 == w3 == w4 == w5 == w6 == _WIDE
+        or request > BIGGEST
+        or batch > BIGGEST
+        or clock > MOST_COUNTED
+        or step > MOST_COUNTED
+        or settled > MOST_COUNTED
+        or place > MOST_COUNTED
+    ):
+        return None
+    return PushNumbers(request, batch, clock, pull, step, settled, place)
+
+
+def push_numbers(push: PushBatch) -> PushNumbers | None:
+    """The numbers of a push. None: it is not one sample that is added."""
+    if push.how != ADD or push.samples != 1 or push.probe:
+        return None
+    return PushNumbers(push.request, push.batch, push.clock, push.pull, push.step, push.settled, push.place)
+
+
+def values_header(sender: int, epoch: Epoch, run: int, request: int, version: int) -> bytes:
+    """The header of an answer with one version, and no coding."""
+    # fmt: off
+    return _VALUES.pack(
+        _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
+        _WIDE, request, _LIST_OF_1, _WIDE, version, _NONE,
+    )
+    # fmt: on
+
+
 def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes | None:
     """The header of an answer. None: it is written in another way."""
     if values.coding is not None or len(values.versions) != 1:
         return None
-    # fmt: off
-    return _VALUES.pack(
-        _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
-        _WIDE, values.request, _LIST_OF_1, _WIDE, values.versions[0], _NONE,
-    )
-    # fmt: on
+    return values_header(sender, epoch, run, values.request, values.versions[0])
 
 
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:

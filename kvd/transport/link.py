@@ -3,6 +3,8 @@
 A payload sent by reference is leased: its buffers must not change until the other end has dropped the payload. That end
 releases it with its next frame, or with a RELEASE when much has piled up or some time has passed. If the other end is
 gone and nothing there refers to its payloads, the stream ends, and all leases with it.
+
+Over 400 lines because both directions share the leases and the ways in which a link ends.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from contextlib import suppress
 from kvd.core.machine import Peer, Span
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import padded, pieces_of
+from kvd.transport.delivery import Delivery
 from kvd.transport.frames import (
     GOODBYE,
     HELLO,
@@ -68,6 +71,7 @@ class Link:
         has_ended: whether nothing is read any more.
         reason: why the link is not up.
         has_more: whether frames may have been read that are not delivered yet. Belongs to the thread that reads.
+        delivery: where frames go.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class Link:
         self.has_ended = False
         self.reason = ""
         self.proven = proven
-        self._sink = sink
+        self.delivery = Delivery(sink)
         self._socket: LinkSocket | None = LinkSocket(connection)
         self._remote = RemoteSegments(self._socket, budget)
         self._in: Incoming | PlainIncoming | SealedIncoming
@@ -103,7 +107,6 @@ class Link:
         self._out = Outgoing(connection, writer, epoll)
         self._lock = threading.Lock()  # held while a frame is sent
         self._leases = Leases(arena)
-        self._greeted = False
         self.has_more = False
         with self._lock:
             self._push_frame(HELLO, segment=VERSION, offset=MAGIC)
@@ -168,7 +171,7 @@ class Link:
     def send(self, header: bytes, payload: Sequence[Span]) -> bool:
         """Sends without waiting. False: the link is not up, or its queue is full."""
         if not payload:
-            holding = self._sink.holding
+            holding = self.delivery.sink.holding
             with self._lock:
                 sent = self._push_frame(MESSAGE, header, waits=holding.is_on)
             if sent and holding.is_on:
@@ -193,6 +196,11 @@ class Link:
             if out.waits:
                 out.copy_queued()
             return sent
+
+    def send_frames(self, frames: bytes) -> bool:
+        """Sends one or more whole frames that release nothing. False: the link is not up, or its queue is full."""
+        with self._lock:
+            return self.is_up and not self._out.is_full and self._push(frames)
 
     def _send_large(self, header: bytes, payload: Sequence[Span], nbytes: int) -> bool:
         if not self.is_up or nbytes > MAX_PAYLOAD_BYTES:
@@ -314,16 +322,26 @@ class Link:
         if self.has_ended or (not self.has_more and not self._fill()):
             return False
         self.has_more = True  # if a delivery raises, the next call continues after it
+        repeated = self.delivery.repeated
         try:
             for _ in range(limit):
+                if repeated is not None and self.is_up:
+                    rest = self._in.take_like(repeated.head, repeated.rest_nbytes)
+                    if rest is not None:
+                        repeated.take(rest)
+                        continue
                 frame = None if self.has_ended else self._in.take()
                 if frame is None:
                     self.has_more = False
                     break
                 self._handle(frame)
+                repeated = self.delivery.repeated
         except InvalidFrameError as error:
             self._end_with_garbage(error)
             return False
+        finally:
+            if repeated is not None:
+                repeated.all_taken()
         if self._remote.has_gone():
             self._release_if_due()
         return self.has_more
@@ -331,7 +349,7 @@ class Link:
     def receive_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
         """Reads once, unless frames are left to deliver. If the next frame begins with `head` and has `rest_nbytes`
         bytes more, takes it, and returns these. None: it is another frame, which `receive` delivers."""
-        if self.has_ended or self.has_more or not self._greeted or self._out.waits or not self._fill():
+        if self.has_ended or self.has_more or not self.delivery.is_greeted or self._out.waits or not self._fill():
             return None
         self.has_more = True
         try:
@@ -358,23 +376,23 @@ class Link:
 
     def _end_with_garbage(self, error: InvalidFrameError) -> None:
         self.end(f"garbage arrived: {error}")
-        self._sink.on_garbage(self.peer, str(error))
+        self.delivery.sink.on_garbage(self.peer, str(error))
 
     def _handle(self, frame: Frame) -> None:
         for number in frame.released:
             if not self._leases.release(number):
                 raise InvalidFrameError(f"frame {number} is released, but it is not leased")
         kind = frame.kind
-        if not self._greeted:
+        if not self.delivery.is_greeted:
             check_hello(frame)
-            self._greeted = True
+            self.delivery.is_greeted = True
         elif kind in (INLINE, MESSAGE):
             if self.is_up:
-                self._sink.on_message(self.peer, frame.header, frame.payload, self.proven.principal)
+                self.delivery.sink.on_message(self.peer, frame.header, frame.payload, self.proven.principal)
         elif kind == REFERENCE:
             if self.is_up:
                 payload = self._remote.payload(frame.segment, frame.offset, frame.nbytes)
-                self._sink.on_message(self.peer, frame.header, payload, self.proven.principal)
+                self.delivery.sink.on_message(self.peer, frame.header, payload, self.proven.principal)
         elif kind == SEGMENT:
             self._take_segment(frame)
         elif kind == GOODBYE:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvd.core.machine import (
     SCHEDULER,
+    Buffer,
     Complete,
     Effect,
     Event,
@@ -23,6 +24,7 @@ from kvd.core.machine import (
     InvalidFrame,
     JobDone,
     LocalCall,
+    Peer,
     PeerKind,
     Received,
 )
@@ -36,7 +38,7 @@ from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
-from kvd.core.server.express import ExpressRounds
+from kvd.core.server.express import ExpressRounds, Round
 from kvd.core.server.giving_up import GivingUp
 from kvd.core.server.handover import Handovers
 from kvd.core.server.held import HeldPartition
@@ -69,6 +71,7 @@ from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.server.waiting import Waiters
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
+from kvd.protocol.fixed import PushNumbers
 from kvd.protocol.messages import (
     NO_RUN,
     SMALL_PUSH_BYTES,
@@ -424,20 +427,21 @@ class ServerMachine:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
 
-    def fast_step(self, event: Received | JobDone) -> list[Effect] | None:
-        """A step for the push of a batch that is held for its round, or for the job of such a round, see
-        `kvd.core.server.express`. It changes no deadline. None: nothing was done, and the event is for `step`."""
+    def hold(
+        self, peer: Peer, sender: int, push: PushNumbers, payload: Buffer, nbytes: int, source: object
+    ) -> Round | None:
+        """Has a push held for its round, see `PushLane.hold`. This changes no deadline. If it is the last push of the
+        round, the round has an update: the shell makes it, and says `end_round` before the machine's next step, or
+        runs it as an ordinary job. None: nothing was done, and the push is for `step`."""
         readings, captures, late, replication = self._timed
         if readings.is_on or captures.is_on or late.is_on or replication.is_on:
             return None
-        if isinstance(event, JobDone):
-            if not self._fast.express.awaits(event.job):
-                return None
-            self._effects.end_job(event)
-            self._deletions.advance()
-        elif not self._fast.lane.hold(event):
-            return None
-        return self._effects.take()
+        return self._fast.lane.hold(peer, sender, push, payload, nbytes, source)
+
+    def end_round(self, round_: Round, buffer: Buffer) -> bool:
+        """The update of the round was made. True: the shell tells those whose pushes it holds. False: the machine does,
+        with the end of the job."""
+        return self._fast.express.end(round_, buffer)
 
     def next_deadline(self) -> float | None:
         due = self._session.next_deadline()

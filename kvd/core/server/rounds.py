@@ -175,20 +175,20 @@ class SliceLog:
     def stage_next(self, contribution: Contribution, push: PushRequest) -> bool:
         """Sync: `stage` for a push to the open round that plainly is its worker's next one. False: nothing was done."""
         clock = contribution.clock
-        if not self.would_take(contribution.rank, clock, push) or self.mixes(clock, contribution.how):
+        if not self.would_take(contribution.rank, clock, *push) or self.mixes(clock, contribution.how):
             return False
         self.stage(contribution, push)
         return True
 
-    def would_take(self, rank: int, clock: int, push: PushRequest) -> bool:
+    def would_take(self, rank: int, clock: int, sender: int, request: int) -> bool:
         """Sync: whether a push to the open round plainly is its worker's next one."""
         progress = self.progress.get(rank)
         if progress is None or progress.staged >= clock:
             return False
         last, told = progress.last_request, progress.last_refusal
-        if last is None or last.sender != push.sender or last.number >= push.number:
+        if last is None or last.sender != sender or last.number >= request:
             return False
-        return told is None or told.push.number < push.number
+        return told is None or told.push.number < request
 
     def drop_unclosed(self, rank: int) -> None:
         """A new incarnation has the rank, or the rounds go on without it: what it staged for open rounds is
