@@ -19,6 +19,7 @@ import numpy as np
 from kvd.core.machine import Peer, Send, Span
 from kvd.core.principals import HOLDER, Principal
 from kvd.core.server.express import Round
+from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
 from kvd.node.jobs import JobRunner
 from kvd.node.sending import MessageSender
@@ -81,16 +82,9 @@ class RepeatedPushes:
         self._prefix = prefix_of(INLINE, 0, VALUES_NBYTES, nbytes)
         self._answers: list[bytes | memoryview] = []  # prefix, header and value of each that waits
 
-    def take(self, rest: bytes) -> None:
-        """A frame has come that begins like the others. Called by the link."""
-        payload, numbers = rest[PUSH_TAIL_NBYTES:], numbers_of(rest)
-        if numbers is None or not self._way.hold(self, numbers, payload):
-            header = self.head[PREFIX.size :] + rest[:PUSH_TAIL_NBYTES]
-            self._way.deliver(self.peer, header, memoryview(payload), HOLDER)
-
-    def all_taken(self) -> None:
-        """All frames are taken that were read together. Called by the link."""
-        self._way.send_answers()
+    def take_all(self, rests: list[bytes]) -> None:
+        """Frames have come that begin like the others. Called by the link."""
+        self._way.take_all(self, rests)
 
     def answer(self, header: bytes, value: Array) -> bool:
         """The answer to one of the pushes. False: there is no link, and it leaves as a message."""
@@ -126,7 +120,7 @@ class ServerExpress:
         runner: Callable[[int], JobRunner],
         deliver: OnMessage,
     ) -> None:
-        self.deliver = deliver
+        self._deliver = deliver
         self._router = router
         self._transport = transport
         self._stepper = stepper
@@ -147,32 +141,67 @@ class ServerExpress:
         pushes = RepeatedPushes(self, peer, link, header, decoded, nbytes)
         if link is not None:
             link.delivery.repeated = pushes
-        is_held = self.hold(pushes, numbers, payload)
-        self.send_answers()
-        return is_held
-
-    def hold(self, pushes: RepeatedPushes, numbers: PushNumbers, payload: bytes | memoryview) -> bool:
-        """Has the machine hold one of these pushes, and makes the update of its round if it is the last one. False: it
-        goes the general way."""
-        run = pushes.run
-        machine = self._router.machine_of(run)
+        machine = self._router.machine_of(decoded.run)
         if machine is None or not self._stepper.enter():
             return False
         try:
-            round_ = machine.hold(pushes.peer, pushes.sender, numbers, payload, pushes.nbytes, pushes)
-            if round_ is not None and round_.update is not None:
-                done = self._runner(run).run(round_.update, run)
-                if done.error is None and machine.end_round(round_, done.result):
-                    self._answer(round_, done.result, run, machine.epoch)
-                else:
-                    self._stepper.queue(done)  # the general way says what became of it
-            return round_ is not None
-        except Exception as error:
-            event(logger, logging.ERROR, "a push could not be handled", error=repr(error))
-            logger.debug("the traceback of the error above", exc_info=error)
-            return True
+            is_held = self._hold(machine, pushes, numbers, payload)
         finally:
             self._stepper.leave(math.inf)
+        self._send_answers()
+        return is_held
+
+    def take_all(self, pushes: RepeatedPushes, rests: list[bytes]) -> None:
+        """Takes frames of these pushes, which came one after the other; `rests`: what they have behind the head."""
+        at = 0
+        while at < len(rests):
+            at = self._hold_all(pushes, rests, at)
+            if at < len(rests):
+                self._deliver_rest(pushes, rests[at])
+                at += 1
+        self._send_answers()
+
+    def _hold_all(self, pushes: RepeatedPushes, rests: list[bytes], at: int) -> int:
+        """Holds the pushes from number `at` on. Returns the number of the first one that goes the general way, or how
+        many there are."""
+        machine = self._router.machine_of(pushes.run)
+        if machine is None or not self._stepper.enter():
+            return at
+        try:
+            while at < len(rests):
+                rest = rests[at]
+                numbers = numbers_of(rest)
+                if numbers is None or not self._hold(machine, pushes, numbers, rest[PUSH_TAIL_NBYTES:]):
+                    break
+                at += 1
+        finally:
+            self._stepper.leave(math.inf)
+        return at
+
+    def _deliver_rest(self, pushes: RepeatedPushes, rest: bytes) -> None:
+        """A frame goes the general way."""
+        header = pushes.head[PREFIX.size :] + rest[:PUSH_TAIL_NBYTES]
+        self._deliver(pushes.peer, header, memoryview(rest)[PUSH_TAIL_NBYTES:], HOLDER)
+
+    def _hold(
+        self, machine: ServerMachine, pushes: RepeatedPushes, numbers: PushNumbers, payload: bytes | memoryview
+    ) -> bool:
+        """Has the machine hold one of these pushes, and makes the update of its round if it is the last one. False: it
+        goes the general way."""
+        try:
+            round_ = machine.fast.lane.hold(pushes.peer, pushes.sender, numbers, payload, pushes.nbytes, pushes)
+            if round_ is None:
+                return False
+            if round_.update is not None:
+                done = self._runner(pushes.run).run(round_.update, pushes.run)
+                if done.error is None and machine.fast.express.end(round_, done.result):
+                    self._answer(round_, done.result, pushes.run, machine.epoch)
+                else:
+                    self._stepper.queue(done)  # the general way says what became of it
+        except Exception as error:  # a bug must not end the node; the worker asks again
+            event(logger, logging.ERROR, "a push could not be handled", error=repr(error))
+            logger.debug("the traceback of the error above", exc_info=error)
+        return True
 
     def _answer(self, round_: Round, value: Array, run: int, epoch: Epoch) -> None:
         version, sender = round_.group.log.version, self._router.incarnation
@@ -188,7 +217,7 @@ class ServerExpress:
             else:
                 self._sender.send(Send(push.peer, Done(request)), run, epoch)
 
-    def send_answers(self) -> None:
+    def _send_answers(self) -> None:
         """Writes the answers that wait."""
         for source in self._answering:
             source.send_answers()

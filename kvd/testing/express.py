@@ -44,7 +44,7 @@ class ServerSteps:
         is for `machine.step`."""
         if isinstance(event, JobDone):
             round_ = self._rounds.pop(event.job, None)
-            if round_ is None or event.error is not None or not machine.end_round(round_, event.result):
+            if round_ is None or event.error is not None or not machine.fast.express.end(round_, event.result):
                 return None
             return _answers(round_, event.result)
         if not isinstance(event, Received) or not isinstance(event.message, PushBatch) or event.principal is not HOLDER:
@@ -53,7 +53,7 @@ class ServerSteps:
         if numbers is None or event.payload is None:
             return None
         _check_header(machine, event.message, numbers)
-        round_ = machine.hold(event.peer, event.sender, numbers, event.payload, event.nbytes, None)
+        round_ = machine.fast.lane.hold(event.peer, event.sender, numbers, event.payload, event.nbytes, None)
         if round_ is None or round_.update is None:
             return None if round_ is None else []
         self._rounds[round_.update.job] = round_

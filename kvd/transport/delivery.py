@@ -18,11 +18,9 @@ class RepeatedFrames(Protocol):
     head: bytes
     rest_nbytes: int
 
-    def take(self, rest: bytes) -> None:
-        """What a frame has behind `head`."""
-
-    def all_taken(self) -> None:
-        """No more frames of this read follow."""
+    def take_all(self, rests: list[bytes]) -> None:
+        """What each of these frames has behind `head`, which follow one another and were read together. It does not
+        raise."""
 
 
 class Delivery:

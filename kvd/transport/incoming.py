@@ -150,6 +150,19 @@ class FrameAssembler:
         self._start = end
         return bytes(self._view[body_at:end])
 
+    def take_all_like(self, head: bytes, rest_nbytes: int, limit: int) -> list[bytes]:
+        """The same for as many of the next frames as are like this, at most `limit`."""
+        taken: list[bytes] = []
+        if self._large is not None:
+            return taken
+        buffer, head_nbytes, start = self._buffer, len(head), self._start
+        nbytes = head_nbytes + rest_nbytes
+        while start + nbytes <= self._end and buffer[start : start + head_nbytes] == head and len(taken) < limit:
+            taken.append(bytes(self._view[start + head_nbytes : start + nbytes]))
+            start += nbytes
+        self._start = start
+        return taken
+
     def close(self) -> None:
         self._large = None
 
@@ -183,6 +196,8 @@ class Incoming:
         """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""
         self.take_like: Callable[[bytes | bytearray, int], bytes | None] = self._frames.take_like
         """See `FrameAssembler.take_like`."""
+        self.take_all_like: Callable[[bytes, int, int], list[bytes]] = self._frames.take_all_like
+        """See `FrameAssembler.take_all_like`."""
 
     @property
     def has_rest(self) -> bool:

@@ -1,10 +1,10 @@
 """One connection to another process: frames over a Unix socket, large payloads by reference; or all over TCP.
 
+Over 400 lines because both directions share the leases and the ways in which a link ends.
+
 A payload sent by reference is leased: its buffers must not change until the other end has dropped the payload. That end
 releases it with its next frame, or with a RELEASE when much has piled up or some time has passed. If the other end is
 gone and nothing there refers to its payloads, the stream ends, and all leases with it.
-
-Over 400 lines because both directions share the leases and the ways in which a link ends.
 """
 
 from __future__ import annotations
@@ -200,7 +200,15 @@ class Link:
     def send_frames(self, frames: bytes) -> bool:
         """Sends one or more whole frames that release nothing. False: the link is not up, or its queue is full."""
         with self._lock:
-            return self.is_up and not self._out.is_full and self._push(frames)
+            out = self._out
+            if not self.is_up or (out.waits and out.is_full):
+                return False
+            try:
+                out.push(frames)
+            except OSError as error:
+                self._broken(error)
+                return False
+            return True
 
     def _send_large(self, header: bytes, payload: Sequence[Span], nbytes: int) -> bool:
         if not self.is_up or nbytes > MAX_PAYLOAD_BYTES:
@@ -318,30 +326,33 @@ class Link:
     # ── receiving ──
 
     def receive(self, limit: int) -> bool:
-        """Reads once and delivers at most `limit` frames. True: there are more, which no poll will announce."""
+        """Sends what waits, if the socket takes more of it. Reads once, and delivers at most `limit` frames. True:
+        there are more, which no poll will announce."""
+        if self._out.waits:
+            self.flush()
         if self.has_ended or (not self.has_more and not self._fill()):
             return False
         self.has_more = True  # if a delivery raises, the next call continues after it
-        repeated = self.delivery.repeated
+        delivery, frames = self.delivery, self._in
         try:
-            for _ in range(limit):
+            while limit > 0:
+                repeated = delivery.repeated
                 if repeated is not None and self.is_up:
-                    rest = self._in.take_like(repeated.head, repeated.rest_nbytes)
-                    if rest is not None:
-                        repeated.take(rest)
-                        continue
-                frame = None if self.has_ended else self._in.take()
+                    rests = frames.take_all_like(repeated.head, repeated.rest_nbytes, limit)
+                    if rests:
+                        repeated.take_all(rests)
+                        limit -= len(rests)
+                        if not limit:
+                            break
+                limit -= 1
+                frame = None if self.has_ended else frames.take()
                 if frame is None:
                     self.has_more = False
                     break
                 self._handle(frame)
-                repeated = self.delivery.repeated
         except InvalidFrameError as error:
             self._end_with_garbage(error)
             return False
-        finally:
-            if repeated is not None:
-                repeated.all_taken()
         if self._remote.has_gone():
             self._release_if_due()
         return self.has_more

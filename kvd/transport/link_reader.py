@@ -117,8 +117,6 @@ class LinkReader:
         """Reads a link once. The rest of its messages wait for the next turn."""
         more = True  # this holds if a delivery raises
         try:
-            if link.has_queued:
-                link.flush()
             more = link.receive(DRAIN_LIMIT)
         finally:
             if more or self._unfinished:

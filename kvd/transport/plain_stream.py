@@ -52,6 +52,10 @@ class PlainIncoming:
         """See `FrameAssembler.take_like`."""
         return self._frames.take_like(head, rest_nbytes)
 
+    def take_all_like(self, head: bytes, rest_nbytes: int, limit: int) -> list[bytes]:
+        """See `FrameAssembler.take_all_like`."""
+        return self._frames.take_all_like(head, rest_nbytes, limit)
+
     def take_descriptor(self) -> int:
         raise InvalidFrameError("shared memory was offered over a link between hosts")
 

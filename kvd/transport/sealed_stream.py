@@ -149,6 +149,13 @@ class SealedIncoming:
         except OSError:  # the next `fill` finds that the connection is broken
             return False
 
+    def take_all_like(self, head: bytes, rest_nbytes: int, limit: int) -> list[bytes]:
+        """See `FrameAssembler.take_all_like`. Raises InvalidFrameError."""
+        taken: list[bytes] = []
+        while len(taken) < limit and (rest := self.take_like(head, rest_nbytes)) is not None:
+            taken.append(rest)
+        return taken
+
     def take_descriptor(self) -> int:
         raise InvalidFrameError("shared memory was offered over a link between hosts")
 

@@ -13,7 +13,8 @@ import pytest
 
 import kvd
 from kvd.core.machine import JobDone
-from kvd.core.server.machine import ServerMachine
+from kvd.core.server.express import ExpressRounds
+from kvd.core.server.lane import PushLane
 from kvd.node.jobs import JobRunner
 from kvd.node.server_express import RepeatedPushes
 from kvd.testing.cluster import LocalCluster
@@ -54,13 +55,13 @@ def in_flight(store: kvd.KVStore) -> None:
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The frames that were taken as such."""
     taken: list[bytes] = []
-    take = RepeatedPushes.take
+    take_all = RepeatedPushes.take_all
 
-    def noting(pushes: RepeatedPushes, rest: bytes) -> None:
-        taken.append(rest)
-        take(pushes, rest)
+    def noting(pushes: RepeatedPushes, rests: list[bytes]) -> None:
+        taken.extend(rests)
+        take_all(pushes, rests)
 
-    monkeypatch.setattr(RepeatedPushes, "take", noting)
+    monkeypatch.setattr(RepeatedPushes, "take_all", noting)
     return taken
 
 
@@ -82,7 +83,7 @@ def test_pushes_are_taken_as_frames(program: Any, frames: list[bytes]) -> None:
 
 
 def test_what_is_not_held_goes_the_general_way(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServerMachine, "hold", sometimes(5, ServerMachine.hold, lambda *arguments: None))
+    monkeypatch.setattr(PushLane, "hold", sometimes(5, PushLane.hold, lambda *arguments: None))
     run(train)
     assert frames
 
@@ -91,12 +92,12 @@ def test_a_round_that_has_become_an_ordinary_one_ends_so(frames: list[bytes], mo
     """The update is made once: otherwise the momentum would count twice."""
     usual = run(train_with_momentum)
 
-    def after_something_else(machine: ServerMachine, *arguments: Any) -> bool:
-        machine._fast.express.materialize()
-        return end_round(machine, *arguments)
+    def after_something_else(rounds: ExpressRounds, *arguments: Any) -> bool:
+        rounds.materialize()
+        return end(rounds, *arguments)
 
-    end_round = ServerMachine.end_round
-    monkeypatch.setattr(ServerMachine, "end_round", sometimes(3, end_round, after_something_else))
+    end = ExpressRounds.end
+    monkeypatch.setattr(ExpressRounds, "end", sometimes(3, end, after_something_else))
     odd = run(train_with_momentum)
     assert all(map(np.array_equal, usual, odd))
     assert frames
@@ -133,7 +134,7 @@ def test_a_bug_ends_no_server(
     def broken(*arguments: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(ServerMachine, "hold", sometimes(7, ServerMachine.hold, broken))
+    monkeypatch.setattr(PushLane, "hold", sometimes(7, PushLane.hold, broken))
     with caplog.at_level(logging.ERROR, logger="kvd.node"):
         run(train)
     assert any("a push could not be handled" in record.getMessage() for record in caplog.records)
@@ -151,13 +152,13 @@ def test_an_answer_that_is_lost_is_asked_for_again(
 
 def test_without_links_they_are_held_as_messages(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
-    hold = ServerMachine.hold
+    hold = PushLane.hold
 
     def noting(*arguments: Any) -> Any:
         held.append(hold(*arguments))
         return held[-1]
 
-    monkeypatch.setattr(ServerMachine, "hold", noting)
+    monkeypatch.setattr(PushLane, "hold", noting)
     run(train, shared_memory="off", tcp_links="off")
     assert frames == []
     assert len(held) - held.count(None) > STEPS

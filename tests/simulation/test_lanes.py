@@ -188,7 +188,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "server: what is held when something else comes": lambda patch: patch.setattr(
         ExpressRounds, "materialize", lambda *arguments: None
     ),
-    "server: who has yet to push": lambda patch: patch.setattr(ExpressRounds, "_missing", lambda *arguments: set()),
+    "server: who has yet to push": lambda patch: patch.setattr(SliceLog, "due", lambda *arguments: set()),
     "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
     "server: what may have changed for rows": lambda patch: patch.setattr(RowLane, "forget", lambda lane: None),
     "server: rows that nobody waits for": lambda patch: patch.setattr(

@@ -23,7 +23,8 @@ from kvd.core.server.participants import Participants
 from kvd.core.server.progress import PushRequest
 from kvd.core.server.push import Pushes
 from kvd.core.server.repeated import RepeatedPush
-from kvd.core.server.rounds import Record, SliceLog
+from kvd.core.server.rounds import Record
+from kvd.core.server.stillness import Stillness
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.fixed import PushNumbers
 
@@ -52,6 +53,9 @@ class ExpressRounds:
 
     Args:
         small_push_bytes: pushes of more bytes are told when they are staged, and so are none of these.
+
+    Attributes:
+        is_on: whether there are no replicas.
     """
 
     def __init__(
@@ -60,9 +64,12 @@ class ExpressRounds:
         waiters: Waiters,
         participants: Participants,
         pushes: Pushes,
+        stillness: Stillness,
         *,
         small_push_bytes: int,
     ) -> None:
+        self.is_on = True
+        self._stillness = stillness
         self._effects = effects
         self._waiters = waiters
         self._participants = participants
@@ -87,21 +94,20 @@ class ExpressRounds:
         Returns:
             The round in which it is held.
         """
-        group, rank, sender = push.group, push.rank, push.sender
+        group, rank, clock = push.group, push.rank, numbers.clock
         round_ = self._rounds.get(group.number)
         if round_ is not None and (round_.update is not None or rank in round_.held):
             return None
-        name = sender, numbers.request
-        if (
-            name in self._requests
-            or self._waiters.pending.find(*name) is not None
-            or not group.log.would_take(rank, numbers.clock, *name)
-        ):
+        name = push.sender, numbers.request
+        if name in self._requests or name in self._waiters.pending.names:
+            return None
+        if not group.log.would_take(rank, clock, *name):
             return None
         if round_ is None:
             if not self._may_begin(group):
                 return None
-            round_ = self._rounds[group.number] = Round(group, self._missing(group.log, numbers.clock))
+            missing = group.log.due(clock, self._participants.awaited)
+            round_ = self._rounds[group.number] = Round(group, missing)
         push.numbers, push.payload, push.source = numbers, payload, source
         round_.held[rank] = push
         self._requests.add(name)
@@ -110,28 +116,27 @@ class ExpressRounds:
             self._close(round_)
         return round_
 
-    def _missing(self, log: SliceLog, clock: int) -> set[int]:
-        """Who has yet to push, which nothing changes as long as the round is open here."""
-        return {rank for rank in self._participants.awaited if not log.is_past(rank, clock)}
-
     def _may_begin(self, group: FusedGroup) -> bool:
-        """Whether nothing is under way in the group."""
+        """Whether nothing is under way in the group, and nobody else wants to know of its pushes. This stays so as long
+        as a round is open here."""
         log = group.log
         return (
-            group.nbytes <= self._small_push_bytes
+            self.is_on
+            and group.nbytes <= self._small_push_bytes
             and log.closing is None
             and not (log.has_staged or group.working or group.tasks or group.waiting)
-            and not group.is_of_table
+            and self._stillness.of(group)
         )
 
     def _close(self, round_: Round) -> None:
         """All pushes are here: the round is closed, and its update can be made."""
-        held, given = round_.held, []
+        group, held = round_.group, round_.held
+        contributions, requests = [], []
         for rank in sorted(held):
             push = held[rank]
-            given.append((push.contribution(), PushRequest(push.sender, push.numbers.request)))
-        group = round_.group
-        round_.record = record = group.log.close_whole(given)
+            contributions.append(push.contribution())
+            requests.append(PushRequest(push.sender, push.numbers.request))
+        round_.record = record = group.log.close_whole(contributions, requests, group.nbytes)
         round_.use = use = self._pushes.use_of(group, record)
         round_.update = self._pushes.update_of(group, record, use, self._effects.new_job())
 

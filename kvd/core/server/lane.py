@@ -83,8 +83,9 @@ class PushLane:
     def hold(
         self, peer: Peer, sender: int, push: PushNumbers, payload: Buffer, nbytes: int, source: object
     ) -> Round | None:
-        """Has a push of a batch held for its round, see `kvd.core.server.express`. None: nothing was done, and it goes
-        the general way.
+        """Has a push of a batch held for its round, see `kvd.core.server.express`. This changes no deadline. If it is
+        the last push of the round, the round has an update: the shell makes it, and says `ExpressRounds.end` before the
+        machine's next step, or runs it as an ordinary job. None: nothing was done, and the push is for that step.
 
         Args:
             peer, sender: its connection and its worker.
@@ -95,7 +96,7 @@ class PushLane:
         if usual is None or usual.peer != peer:
             return None
         group = usual.group
-        if push.clock != group.log.closed + 1 or nbytes != group.nbytes or not self._stillness.of(group):
+        if push.clock != group.log.closed + 1 or nbytes != group.nbytes or self._readings.is_on:
             return None
         round_ = self._rounds.take(usual, push, payload, source)
         if round_ is not None and push.settled > self._readings.over:
@@ -114,7 +115,7 @@ class PushLane:
         if not self._is_on or rank is None or batch is None or batch.group is None:
             return
         group = self._table.groups.get(batch.group)
-        if group is None or not group.log.sync:
+        if group is None or not group.log.sync or group.is_of_table:
             return
         if group.log.progress_of(rank).last_request != PushRequest(event.sender, push.request):
             return

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from kvd.core.machine import (
     SCHEDULER,
-    Buffer,
     Complete,
     Effect,
     Event,
@@ -24,7 +23,6 @@ from kvd.core.machine import (
     InvalidFrame,
     JobDone,
     LocalCall,
-    Peer,
     PeerKind,
     Received,
 )
@@ -38,7 +36,7 @@ from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
-from kvd.core.server.express import ExpressRounds, Round
+from kvd.core.server.express import ExpressRounds
 from kvd.core.server.giving_up import GivingUp
 from kvd.core.server.handover import Handovers
 from kvd.core.server.held import HeldPartition
@@ -71,7 +69,6 @@ from kvd.core.server.targets import TargetResolver
 from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.server.waiting import Waiters
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
-from kvd.protocol.fixed import PushNumbers
 from kvd.protocol.messages import (
     NO_RUN,
     SMALL_PUSH_BYTES,
@@ -141,8 +138,8 @@ class _Timed(NamedTuple):
     replication: Replication
 
 
-class _Fast(NamedTuple):
-    """What a training loop repeats goes this way."""
+class Fast(NamedTuple):
+    """What a training loop repeats goes this way: see `PushLane.hold` and `ExpressRounds.end`."""
 
     lane: PushLane
     express: ExpressRounds
@@ -157,7 +154,11 @@ class _Followers(NamedTuple):
 
 
 class ServerMachine:
-    """The state machine of one run in a server. Its memory is shared with the machines of the other runs."""
+    """The state machine of one run in a server. Its memory is shared with the machines of the other runs.
+
+    Attributes:
+        fast: what may be done in place of a step.
+    """
 
     def __init__(self, settings: ServerSettings, session: SchedulerSession, memory: ServerMemory | None = None) -> None:
         self.incarnation = session.incarnation
@@ -219,7 +220,9 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         stillness = Stillness(participants, disputes, captures, pushes.late, elsewhere.leaving)
-        express = ExpressRounds(effects, waiters, participants, pushes, small_push_bytes=settings.small_push_bytes)
+        express = ExpressRounds(
+            effects, waiters, participants, pushes, stillness, small_push_bytes=settings.small_push_bytes
+        )
         lane = PushLane(
             effects,
             attachments,
@@ -320,7 +323,7 @@ class ServerMachine:
             checks,
         )
         self._timed = _Timed(readings, captures, pushes.late, replication)
-        self._fast = _Fast(lane, express)
+        self.fast = Fast(lane, express)
         self._validated = (
             session,
             self.table,
@@ -400,8 +403,8 @@ class ServerMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         readings, captures, late, replication = self._timed
         readings.now = captures.now = now
-        if not self._fast.express.is_idle:
-            self._fast.express.materialize()
+        if not self.fast.express.is_idle:
+            self.fast.express.materialize()
         if readings.is_on:
             readings.tick(now)
         if captures.is_on:
@@ -426,22 +429,6 @@ class ServerMachine:
         if replication.is_on:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
-
-    def hold(
-        self, peer: Peer, sender: int, push: PushNumbers, payload: Buffer, nbytes: int, source: object
-    ) -> Round | None:
-        """Has a push held for its round, see `PushLane.hold`. This changes no deadline. If it is the last push of the
-        round, the round has an update: the shell makes it, and says `end_round` before the machine's next step, or
-        runs it as an ordinary job. None: nothing was done, and the push is for `step`."""
-        readings, captures, late, replication = self._timed
-        if readings.is_on or captures.is_on or late.is_on or replication.is_on:
-            return None
-        return self._fast.lane.hold(peer, sender, push, payload, nbytes, source)
-
-    def end_round(self, round_: Round, buffer: Buffer) -> bool:
-        """The update of the round was made. True: the shell tells those whose pushes it holds. False: the machine does,
-        with the end of the job."""
-        return self._fast.express.end(round_, buffer)
 
     def next_deadline(self) -> float | None:
         due = self._session.next_deadline()
@@ -486,7 +473,7 @@ class ServerMachine:
             part.validate()
         self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
-        self._fast.express.validate(self.table.groups.values())
+        self.fast.express.validate(self.table.groups.values())
 
     # ── dispatch ──
 
@@ -535,6 +522,7 @@ class ServerMachine:
             self._forget(rank, incarnation)
         self._participants.update(self._session.view)
         self._timed.replication.view_changed()
+        self.fast.express.is_on = not self._timed.replication.is_on
         self._attachments.welcome_named()
         for follow in self._followers.of_views:
             follow()

@@ -243,7 +243,7 @@ class Pushes:
             self._commit(group, unchanged(group))
             record = group.log.close_next(self._participants.awaited)
         if record is not None and self._captures.is_on:
-            self._captures.before_apply(group, record, partial(self._apply_now, group, record))
+            self._captures.before_apply(group, record, partial(self.apply, group, record))
         elif record is not None:
             self.apply(group, record)
 
@@ -304,9 +304,6 @@ class Pushes:
 
     def _merge_of(self, group: FusedGroup) -> str:
         return group.merge or self._view.settings.merge or "sum"
-
-    def _apply_now(self, group: FusedGroup, record: Record) -> None:
-        self.apply(group, record)
 
     def _applied(self, group: FusedGroup, record: Record, use: Use, update: Apply, done: JobDone) -> None:
         """The job has ended: the round becomes a version, or counts for nobody."""

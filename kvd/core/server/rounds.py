@@ -268,9 +268,13 @@ class SliceLog:
                 missing.append(rank)  # noqa: PERF401  a comprehension is one more call in each push
         return missing
 
-    def is_past(self, rank: int, clock: int) -> bool:
-        """Sync: whether the rank takes part in later rounds only."""
-        return self.progress.get(rank, NO_PROGRESS).staged >= clock
+    def due(self, clock: int, required: Iterable[int]) -> set[int]:
+        """Sync: the ranks that take part in the round of `clock`, of which nothing is staged."""
+        progress, due = self.progress, set()
+        for rank in required:
+            if progress.get(rank, NO_PROGRESS).staged < clock:
+                due.add(rank)
+        return due
 
     def has_quorum(self, clock: int, quorum: int, required: Iterable[int]) -> bool:
         """Sync: whether so many have contributed to the round of `clock`, or came in after it and wait for it as well.
@@ -300,11 +304,11 @@ class SliceLog:
                 self.newest = given.place, given.clock
         return self.closing
 
-    def close_whole(self, given: Sequence[tuple[Contribution, PushRequest]]) -> Record:
-        """Sync: `stage` and `close_next` in one, of all contributions to the next round, in the order of ranks. Nothing
-        is staged, and no round is being applied."""
+    def close_whole(self, contributions: Sequence[Contribution], pushes: Sequence[PushRequest], nbytes: int) -> Record:
+        """Sync: `stage` and `close_next` in one, of all contributions to the next round, in the order of ranks: what is
+        added, of `nbytes` bytes each. Nothing is staged, and no round is being applied."""
         self.closed += 1
-        for contribution, push in given:
+        for contribution, push in zip(contributions, pushes, strict=True):
             rank, clock, place = contribution.rank, contribution.clock, contribution.place
             progress = self.progress[rank]
             progress.staged, progress.last_request = clock, push
@@ -312,8 +316,8 @@ class SliceLog:
                 progress.come_to(place, clock, is_contribution=True)
             if (place, clock) > self.newest:
                 self.newest = place, clock
-        record = self.closing = Record(self.closed, tuple([contribution for contribution, _ in given]))
-        self._staging.nbytes += nbytes_of(record.contributions)
+        record = self.closing = Record(self.closed, tuple(contributions))
+        self._staging.nbytes += nbytes * len(pushes)
         return record
 
     def close_empty(self) -> Record:
