@@ -18,12 +18,12 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Target, check_alike
+from kvd.client.calls.values import Target, check_alike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.express import ExpressWay, PreparedCall, single_of
+from kvd.client.cluster.express import ExpressWay, single_of
 from kvd.client.cluster.held_versions import HeldVersions
 from kvd.client.cluster.new_values import NewValues
 from kvd.client.cluster.plain_calls import PlainCall, PlainCalls
@@ -64,6 +64,7 @@ class ClusterValues:
     ) -> None:
         self._engine = engine
         self._arguments = arguments
+        self._unobserved = unobserved
         self._watched = unobserved.watch
         self._steps = steps
         self._restored = restored
@@ -261,29 +262,28 @@ class ClusterValues:
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
     ) -> Any:
-        single = None
-        if type(priority) is type(samples) is int and priority == 0 and samples == 1 and not (cast or view):
-            single = single_of(key, value, value if out is None else out)
-        if single is not None and self._compression.current is None:
-            prepared = self._express.find(*single)
-            if prepared is not None and self._engine.is_well:
-                self._pushpull_express(prepared, *single)
-                return single[2] if type(key) is str else [single[2]]
-        result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
-        if single is not None and self._compression.current is None:
-            self._express.prepare(*single[:2])
-        return result
-
-    def _pushpull_express(self, prepared: PreparedCall, name: str, value: Array, out: Array) -> None:
-        names = (name,)
-        self._arguments.raise_unobserved(names)
-        if not self._steps.take_pushes(names):  # a step that is made again has pushed it before
+        has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
+        if not has_defaults or cast or view or self._compression.current is not None:
+            return self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+        single = single_of(key, value, value if out is None else out)
+        if single is None:
+            return self.pushpull(key, value, out, priority, samples, False, None).wait()
+        name, source, target = single
+        call = self._express.find(name, source, target)
+        if call is None:
+            result = self.pushpull(key, value, out, priority, samples, False, None).wait()
+            self._express.prepare(name, source)
+            return result
+        if self._unobserved.failed:
+            self._unobserved.raise_for((name,))
+        if self._steps.take_pushes((name,)):
+            handle = self._express.run(call, source, target, self._steps.place)
+            if handle is not None:
+                self._watched((name,), handle).wait()
+        else:  # a step that is made again has pushed it before
             keys = KeyList([name], False)
-            self._pull_into(keys, self._arguments.targets(keys, out), out, 0).wait()
-            return
-        handle = self._express.run(prepared, value, out, self._steps.place)
-        if handle is not None:
-            self._watched(names, handle).wait()
+            self._pull_into(keys, self._arguments.targets(keys, target), target, 0).wait()
+        return target if type(key) is str else [target]
 
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""
