@@ -108,6 +108,37 @@ def test_an_optimizer_updates_as_without_the_lanes(taken: Taken, kind: str) -> N
     assert taken.to_its_end > STEPS // 2
 
 
+@pytest.mark.parametrize(
+    "pushpull",
+    [
+        pytest.param(lambda store, value: store.pushpull(7, value), id="a number as key"),
+        pytest.param(lambda store, value: store.pushpull([7], [value])[0], id="a list of one"),
+        pytest.param(lambda store, value: store.pushpull((7,), (value,))[0], id="a tuple of one"),
+        pytest.param(lambda store, value: store.pushpull("7", value, priority=-3), id="with a priority"),
+        pytest.param(lambda store, value: store.pushpull("7", value, copy=False), id="read-only"),
+        pytest.param(lambda store, value: store.pushpull([7], [value], copy=False)[0], id="read-only, of a list"),
+    ],
+)
+def test_forms_of_the_call(taken: Taken, pushpull: Callable[[kvd.KVStore, Any], Any]) -> None:
+    def program(store: kvd.KVStore) -> list[Any]:
+        store.init(7, np.zeros((3, 5), np.float32))
+        results = []
+        for step in range(STEPS):
+            value = np.full((3, 5), step + store.rank, np.float32)
+            results.append(pushpull(store, value))
+            assert (results[-1] is value) == results[-1].flags.writeable
+            if results[-1] is not value:
+                assert (value == step + store.rank).all()
+        return results
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        for results in cluster.run(program):
+            for step, result in enumerate(results):
+                assert result.dtype == np.float32
+                assert (result == np.full((3, 5), 2 * step + 1)).all()
+    assert taken.to_its_end > STEPS
+
+
 def odd_values() -> list[Callable[[kvd.KVStore], Any]]:
     """Calls between repeated ones that the prepared frame does not fit."""
     even = np.ones((3, 10), np.float32)

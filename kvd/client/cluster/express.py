@@ -34,17 +34,22 @@ from kvd.transport.host import HostTransport
 from kvd.transport.link import Link
 
 MOST_PREPARED = 1024  # keys; one more, and all are prepared again
+_LISTS = (list, tuple)
 OFTEN_S = 0.005  # the loop stays paused between calls that follow each other so soon
 
 _ways: WeakSet[ExpressWay] = WeakSet()  # of this process
 
 
-def single_of(key: Any, value: Any, out: Any) -> tuple[str, Array, Array] | None:
+def single_of(key: Any, value: Any, out: Any) -> tuple[str | int, Array, Array] | None:
     """The call as one on a single key with arrays of NumPy, if it is one, such as `pushpull("w", value)` or
-    `pushpull(["w"], [value])`."""
-    if type(key) is list and type(value) is list and type(out) is list and len(key) == len(value) == len(out) == 1:
+    `pushpull([3], [value])`."""
+    kind = type(key)
+    if kind is list or kind is tuple:
+        if type(value) not in _LISTS or type(out) not in _LISTS or not len(key) == len(value) == len(out) == 1:
+            return None
         key, value, out = key[0], value[0], out[0]
-    if type(key) is str and type(value) is np.ndarray and type(out) is np.ndarray:
+        kind = type(key)
+    if (kind is str or kind is int) and type(value) is np.ndarray and type(out) is np.ndarray:
         return key, value, out
     return None
 
@@ -83,29 +88,33 @@ class ExpressWay:
         self._bound = bound
         self._ordinary = ordinary
         self._slice_bytes = slice_bytes
-        self._prepared: dict[str, PreparedCall] = {}
+        self._prepared: dict[str | int, PreparedCall] = {}  # by the key as the program writes it
         self._ended = -math.inf  # the last call, by the clock of the machine
         _ways.add(self)
 
     # ── which calls go this way ──
 
-    def find(self, name: str, value: Array, out: Array) -> PreparedCall | None:
+    def is_prepared(self, key: str | int) -> bool:
+        """Whether a call on the key may go the express way, if its arrays fit."""
+        return key in self._prepared
+
+    def find(self, key: str | int, value: Array, out: Array) -> PreparedCall | None:
         """The call, if it may go the express way."""
-        call = self._prepared.get(name)
+        call = self._prepared.get(key)
         if call is None or not call.fits(value, out):
             return None
         changes = self._bound.changes
         if call.bound_changes != changes:
-            if self._bound.has(name):
+            if self._bound.has(call.item.key):
                 return None
             call.bound_changes = changes
         return call
 
-    def prepare(self, name: str, value: Array) -> None:
+    def prepare(self, key: str | int, value: Array) -> None:
         """A call on the key has ended, which pushed this value: the next one may go the express way."""
         if not 0 < value.nbytes <= INLINE_BELOW_BYTES or not value.dtype.isnative or not self._transport.has_links:
             return
-        changes = self._bound.changes
+        name, changes = str(key), self._bound.changes
         if self._bound.has(name) or not self._stepper.enter():
             return
         try:
@@ -116,7 +125,7 @@ class ExpressWay:
         if repeated is not None:
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
-            self._prepared[name] = PreparedCall(item, value, repeated, changes)
+            self._prepared[key] = PreparedCall(key, item, value, repeated, changes)
 
     def forget(self) -> None:
         """No call goes this way until it is prepared again."""
@@ -124,16 +133,17 @@ class ExpressWay:
 
     # ── the way ──
 
-    def run(self, call: PreparedCall, value: Array, out: Array, place: int) -> Handle | None:
+    def run(self, call: PreparedCall, value: Array, out: Array, place: int, priority: int) -> Handle | None:
         """Pushes `value` and pulls into `out`. None: it is done. Otherwise it has become an ordinary call, whose handle
         must be waited for.
 
         Args:
             place: where the program is, see `kvd.core.places`.
+            priority: of the ordinary call.
         """
         ordinary: OrdinaryCall | None = None
-        trip = Trip(self._ordinary, call.item, value, out, place, self._users.this_thread(), self._stepper.now())
-        waiter = self._waiter
+        user, now, waiter = self._users.this_thread(), self._stepper.now(), self._waiter
+        trip = Trip(self._ordinary, call.item, value, out, place, priority, user, now)
         try:
             with Uninterrupted(self._nudge) as ctrl_c:
                 is_begun = is_over = False
@@ -149,7 +159,7 @@ class ExpressWay:
                             trip.stop_waiting()
                         waiter.end()
                 if not is_begun:
-                    self._prepared.pop(call.item.key, None)
+                    self._prepared.pop(call.key, None)
                     ordinary = self._ordinary.submit(trip.transfer())
         except BaseException:  # Ctrl-C
             if ordinary is not None:

@@ -35,7 +35,8 @@ class PreparedCall:
     """What the pushpulls of one key have in common. One of them at a time uses the frames.
 
     Args:
-        item: the key and its spec.
+        key: as the program writes it.
+        item: its name and its spec.
         value: an array of that spec.
         repeated: what the machine knows of these calls.
         bound_changes: of the bound keys, when this one was none of them.
@@ -57,12 +58,14 @@ class PreparedCall:
         "expected",
         "frame",
         "item",
+        "key",
         "link",
         "repeated",
         "shape",
     )
 
-    def __init__(self, item: Item, value: Array, repeated: Repeated, bound_changes: int) -> None:
+    def __init__(self, key: str | int, item: Item, value: Array, repeated: Repeated, bound_changes: int) -> None:
+        self.key = key
         self.item = item
         self.repeated = repeated
         self.bound_changes = bound_changes

@@ -38,6 +38,7 @@ class Trip:
         item: the key and its spec.
         value, out: the arrays of the program.
         place: where the program is, see `kvd.core.places`.
+        priority: as in a Transfer; an express call is alone.
         user: the thread that makes it.
         begun: when that was, by the clock of the machine.
 
@@ -45,10 +46,18 @@ class Trip:
         ordinary: what it has become; None as long as it is nothing but an express call.
     """
 
-    __slots__ = ("_item", "_of", "_out", "_user", "begun", "ordinary", "place", "value")
+    __slots__ = ("_item", "_of", "_out", "_priority", "_user", "begun", "ordinary", "place", "value")
 
     def __init__(
-        self, of: OrdinaryCalls, item: Item, value: Array, out: Array, place: int, user: User, begun: float
+        self,
+        of: OrdinaryCalls,
+        item: Item,
+        value: Array,
+        out: Array,
+        place: int,
+        priority: int,
+        user: User,
+        begun: float,
     ) -> None:
         self.ordinary: OrdinaryCall | None = None
         self._of = of
@@ -56,6 +65,7 @@ class Trip:
         self.value = value
         self._out = out
         self.place = place
+        self._priority = priority
         self._user = user
         self.begun = begun
 
@@ -66,7 +76,8 @@ class Trip:
     def transfer(self) -> Transfer:
         """A new one each time, and so is the source in it: the memory that a call uses is told apart by identity."""
         source, target = self.value.ravel().view(BYTE), self._out.ravel().view(BYTE)
-        return Transfer((self._item._replace(source=source, target=target),), push=True, pull=True, place=self.place)
+        item = self._item._replace(source=source, target=target)
+        return Transfer((item,), push=True, pull=True, priority=self._priority, place=self.place)
 
     def become_ordinary(self) -> OrdinaryCall:
         """What it has become, now at the latest. Any thread may ask. The thread that makes it waits for the promise

@@ -33,6 +33,7 @@ from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item, TakenForm
 from kvd.errors import RemoteError
+from kvd.protocol.messages import BIGGEST
 
 NO_KEYS = KeyList([], True)
 
@@ -262,28 +263,33 @@ class ClusterValues:
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
     ) -> Any:
-        has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
-        if not has_defaults or cast or view or self._compression.current is not None:
-            return self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
-        single = single_of(key, value, value if out is None else out)
+        may_repeat = type(priority) is type(samples) is int and samples == 1 and -BIGGEST <= priority <= BIGGEST
+        single = None
+        if may_repeat and not cast and self._compression.current is None:
+            single = single_of(key, value, value if out is None else out)
         if single is None:
-            return self.pushpull(key, value, out, priority, samples, False, None).wait()
-        name, source, target = single
-        call = self._express.find(name, source, target)
+            return self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+        written, source, target = single
+        if view and self._express.is_prepared(written):
+            target = np.empty(source.shape, source.dtype)
+        call = self._express.find(written, source, target)
         if call is None:
-            result = self.pushpull(key, value, out, priority, samples, False, None).wait()
-            self._express.prepare(name, source)
+            result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+            self._express.prepare(written, source)
             return result
+        name = call.item.key
         if self._unobserved.failed:
             self._unobserved.raise_for((name,))
         if self._steps.take_pushes((name,)):
-            handle = self._express.run(call, source, target, self._steps.place)
+            handle = self._express.run(call, source, target, self._steps.place, priority)
             if handle is not None:
                 self._watched((name,), handle).wait()
         else:  # a step that is made again has pushed it before
             keys = KeyList([name], False)
-            self._pull_into(keys, self._arguments.targets(keys, target), target, 0).wait()
-        return target if type(key) is str else [target]
+            self._pull_into(keys, self._arguments.targets(keys, target), target, priority).wait()
+        if view:
+            target.flags.writeable = False
+        return [target] if type(key) in (list, tuple) else target
 
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""
