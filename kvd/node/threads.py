@@ -30,7 +30,8 @@ the program's thread steps the machine, sends, and reads the answer itself. Thre
 2. Effects are carried out in the order of their steps. If a step off the loop gives an effect that belongs to the loop,
    its effects, and those of every later step, are deferred until the loop has carried them out.
 3. The links are read by the loop or by one waiting thread, never by both. The waiting thread pauses the loop's reading
-   with one system call, and resumes it when it stops waiting, whatever the reason.
+   with one system call, and resumes it when it stops waiting, whatever the reason; between calls of the express way the
+   loop stays paused, until a message leaves that may be answered, or for a moment (`kvd.transport.loop_pause`).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from kvd.core.machine import (
 from kvd.errors import KvdError
 from kvd.node.timer import DeadlineTimer
 from kvd.observe.log import event
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.holding import Holding
 from kvd.transport.host import HostTransport
 from kvd.transport.link import Link
@@ -243,6 +245,7 @@ class LinkWaiter:
         self._turn = threading.Lock()
         self._reader = 0  # the thread that reads, or is about to
         self._wake_fd = -1  # an eventfd that ends a poll of the reader
+        self._is_closed = False
 
     def wait(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
         """Reads until `awaited` is done, the time is up or `interrupt` came. Returns at once if another thread is the
@@ -256,14 +259,14 @@ class LinkWaiter:
 
     def begin(self) -> bool:
         """This thread is the reader until `end`, and the loop's reading is paused. False: another thread is the
-        reader."""
-        if not self._turn.acquire(blocking=False):
+        reader, or the waiter is closed."""
+        if self._is_closed or not self._turn.acquire(blocking=False):
             return False
         try:
             if self._wake_fd < 0:
                 self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._reader = threading.get_ident()
-            self._links.pause_loop()
+            self._links.pause.begin()
         except BaseException:  # there are too many open files
             self._reader = 0
             self._turn.release()
@@ -272,21 +275,20 @@ class LinkWaiter:
 
     def end(self) -> None:
         self._reader = 0
-        self._links.resume_loop()
+        self._links.pause.end()
         self._turn.release()
 
-    def wait_for(
-        self, link: Link, head: bytes | bytearray, rest_nbytes: int, awaited: Awaited, interrupt: Interrupt
-    ) -> bytes | None:
-        """Between `begin` and `end`: reads until a frame of the link begins with `head`, and returns the `rest_nbytes`
-        bytes behind. None: `awaited` is done, the link is down, or `interrupt` came."""
+    def wait_for(self, link: Link, expected: ExpectedFrame, awaited: Awaited, interrupt: Interrupt) -> bool:
+        """Between `begin` and `end`: reads until the expected frame of the link was taken. False: `awaited` is done,
+        the link is down, or `interrupt` came."""
+        if self._links.wait_briefly(link, expected, self._wake_fd):
+            return True
         while not (awaited.done() or interrupt.came) and link.is_up:
-            rest = self._links.wait_for(link, head, rest_nbytes, LONGEST_POLL_S, self._wake_fd)
-            if rest is not None:
-                return rest
+            if self._links.wait_for(link, expected, LONGEST_POLL_S, self._wake_fd):
+                return True
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
-        return None
+        return False
 
     def _read_until(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -311,6 +313,7 @@ class LinkWaiter:
 
     def close(self) -> None:
         """Call it after the last call has ended."""
+        self._is_closed = True
         with self._turn:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)

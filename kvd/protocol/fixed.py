@@ -28,9 +28,13 @@ _VALUES_TAIL = Struct(">QB")
 # The same, up to the run; and what comes behind, in which twelve bytes are how, samples, pull and probe
 _PUSH_HEAD = Struct(">BHBB BQBQBQBQ")
 _PUSH_TAIL = Struct(">BQBQBQ 12s BQBQBQ")
-_PULLS = {
-    Struct(">BBQBB").pack(ADD, _WIDE, 1, pull, _FALSE): pull == _TRUE for pull in (_TRUE, _FALSE)
-}  # one sample, and no probe
+_ONE_SAMPLE = Struct(">BBQBB")
+_ONE_SAMPLE_AND_PULL = _ONE_SAMPLE.pack(ADD, _WIDE, 1, _TRUE, _FALSE)
+_PULLS = {_ONE_SAMPLE_AND_PULL: True, _ONE_SAMPLE.pack(ADD, _WIDE, 1, _FALSE, _FALSE): False}
+# Of a push, what its calls differ in; twelve bytes are how, samples, pull and probe
+_PUSH_NUMBERS = Struct(">QBQBQ 12s BQBQBQ")
+_PUSH_NUMBERS_AT = _PUSH.size - _PUSH_NUMBERS.size
+_NUMBER = Struct(">Q")
 
 PUSH_NBYTES = _PUSH.size
 PUSH_HEAD_NBYTES = _PUSH_HEAD.size
@@ -40,6 +44,10 @@ VALUES_NBYTES = _VALUES.size
 VALUES_HEAD_NBYTES = _VALUES_HEAD.size
 """Of an answer, what comes before its version: it is known to the one that has asked."""
 VALUES_TAIL_NBYTES = _VALUES_TAIL.size
+VALUES_REQUEST_AT = VALUES_HEAD_NBYTES - 2 - _NUMBER.size
+"""Of an answer, where the number of its request is."""
+put_number = _NUMBER.pack_into
+"""Writes a number to a buffer, from a byte on."""
 
 
 class PushNumbers(NamedTuple):
@@ -73,6 +81,18 @@ def put_push(
         buffer, at, _LONG_LIST, _PUSH_ENTRIES, VERSION, PushBatch.KIND,
         _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run, _WIDE, request, _WIDE, batch, _WIDE, clock,
         ADD, _WIDE, 1, _TRUE, _FALSE, _WIDE, step, _WIDE, settled, _WIDE, place,
+    )
+    # fmt: on
+
+
+def put_push_numbers(
+    buffer: bytearray, at: int, request: int, batch: int, clock: int, step: int, settled: int, place: int
+) -> None:
+    """Writes these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
+    # fmt: off
+    _PUSH_NUMBERS.pack_into(
+        buffer, at + _PUSH_NUMBERS_AT, request, _WIDE, batch, _WIDE, clock, _ONE_SAMPLE_AND_PULL,
+        _WIDE, step, _WIDE, settled, _WIDE, place,
     )
     # fmt: on
 
@@ -183,7 +203,8 @@ def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: 
     # fmt: on
 
 
-def version_of(tail: bytes) -> int | None:
-    """The version with which the rest of the answer begins. None: it is another answer."""
-    version, coding = _VALUES_TAIL.unpack_from(tail)
+def version_of(buffer: bytes | bytearray, at: int) -> int | None:
+    """The version of an answer, with which its header goes on at this byte behind its head. None: it is another
+    answer."""
+    version, coding = _VALUES_TAIL.unpack_from(buffer, at)
     return version if coding == _NONE and version <= BIGGEST else None

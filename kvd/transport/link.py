@@ -20,6 +20,7 @@ from kvd.core.machine import Peer, Span
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import padded, pieces_of
 from kvd.transport.delivery import Delivery
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.frames import (
     GOODBYE,
     HELLO,
@@ -189,13 +190,11 @@ class Link:
         """Sends a frame of `inline_frame`, which the caller may change afterwards. False: nothing was sent, and the
         message goes by `send`: the link is down, frames wait before this one, or releases have to go along."""
         with self._lock:
-            out = self._out
-            if not self.is_up or out.waits or out.has_held or self._remote.has_gone():
+            try:
+                return self.is_up and not self._remote.has_gone() and self._out.push_whole(frame)
+            except OSError as error:
+                self._broken(error)
                 return False
-            sent = self._push(memoryview(frame))
-            if out.waits:
-                out.copy_queued()
-            return sent
 
     def send_frames(self, frames: bytes) -> bool:
         """Sends one or more whole frames that release nothing. False: the link is not up, or its queue is full."""
@@ -357,19 +356,19 @@ class Link:
             self._release_if_due()
         return self.has_more
 
-    def receive_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
-        """Reads once, unless frames are left to deliver. If the next frame begins with `head` and has `rest_nbytes`
-        bytes more, takes it, and returns these. None: it is another frame, which `receive` delivers."""
-        if self.has_ended or self.has_more or not self.delivery.is_greeted or self._out.waits or not self._fill():
-            return None
-        self.has_more = True
+    def receive_expected(self, expected: ExpectedFrame) -> bool:
+        """Reads once, unless frames are left to deliver. True: that was the expected frame. False: it was not, and
+        `receive` delivers what was read."""
+        if self.has_ended or self.has_more or not self.delivery.is_greeted or self._out.waits or not self.is_up:
+            return False
         try:
-            rest = self._in.take_like(head, rest_nbytes) if self.is_up else None
-            self.has_more = self._in.has_rest
-            return rest
-        except InvalidFrameError as error:
-            self._end_with_garbage(error)
-            return None
+            if self._in.take_expected(expected):
+                self.has_more = self._in.reads_ahead and self._in.has_rest
+                return True
+            self.has_more = True
+        except (InvalidFrameError, OSError) as error:
+            self._end_with(error)
+        return False
 
     def _fill(self) -> bool:
         """Reads once. False: the link has ended."""
@@ -377,13 +376,15 @@ class Link:
             if self._in.fill():
                 return True
             self.end(GONE)
-        except InvalidFrameError as error:
-            self._end_with_garbage(error)
-        except ConnectionError:
-            self.end(GONE)
-        except OSError as error:
-            self.end(f"the link broke: {error.strerror}")
+        except (InvalidFrameError, OSError) as error:
+            self._end_with(error)
         return False
+
+    def _end_with(self, error: InvalidFrameError | OSError) -> None:
+        if isinstance(error, InvalidFrameError):
+            self._end_with_garbage(error)
+        else:
+            self.end(GONE if isinstance(error, ConnectionError) else f"the link broke: {error.strerror}")
 
     def _end_with_garbage(self, error: InvalidFrameError) -> None:
         self.end(f"garbage arrived: {error}")

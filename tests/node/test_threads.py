@@ -205,14 +205,14 @@ class FakeLinks:
 
     def __init__(self) -> None:
         self.has_links = True
-        self.reader = self
+        self.reader = self.pause = self
         self.log: list[str] = []
         self.polls = 0
 
-    def pause_loop(self) -> None:
+    def begin(self) -> None:
         self.log.append("pause")
 
-    def resume_loop(self) -> None:
+    def end(self) -> None:
         self.log.append("resume")
 
     def wait(self, timeout_s: float, wake_fd: int) -> bool:

@@ -65,7 +65,7 @@ def test_an_answer_is_the_same_in_both_forms(sender: int, epoch: Epoch, run: int
     head = bytearray(fixed.VALUES_HEAD_NBYTES)
     fixed.put_values_head(head, 0, sender, epoch, run, request)
     assert header[: len(head)] == head
-    assert fixed.version_of(header[len(head) :] + b"the payload") == version
+    assert fixed.version_of(header + b"the payload", len(head)) == version
 
 
 @pytest.mark.parametrize(
