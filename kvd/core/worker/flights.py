@@ -1,0 +1,109 @@
+"""The calls that are in flight in the lane of a worker (`kvd.core.worker.lane`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvd.core import requests
+from kvd.core.machine import LocalCall, Peer, Received
+from kvd.core.worker.loads import Load
+from kvd.core.worker.message_plans import MessagePlan
+from kvd.core.worker.steps import Steps
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A call in flight, and what was sent in its name.
+
+    Attributes:
+        due_at: when it becomes an ordinary call at the latest.
+        load: what it moves.
+        first_request: the number of its first message.
+        steps: what its messages say of steps, if it pushes.
+        unanswered: how many of its messages are.
+        answers: all that were taken in so far, and when; without their payloads, which are where they belong.
+    """
+
+    event: LocalCall
+    transfer: requests.Transfer
+    begun: float
+    due_at: float
+    load: Load
+    first_request: int
+    steps: Steps
+    unanswered: int
+    answers: list[tuple[Received, float]] = field(default_factory=list)
+
+
+Awaited: TypeAlias = tuple[Flight, MessagePlan, Peer]
+
+
+class Flights:
+    """The calls in flight, in their order. No two have a key in common.
+
+    Attributes:
+        by_call: all of them, by the number of the call.
+        pushing: those that push.
+        awaited: their messages that are not answered, by request.
+        has_large: whether the only one takes credit.
+    """
+
+    def __init__(self) -> None:
+        self.by_call: dict[int, Flight] = {}
+        self.pushing: dict[int, Flight] = {}
+        self.awaited: dict[int, Awaited] = {}
+        self.has_large = False
+        self._by_key: dict[str, Flight] = {}  # those of one key
+        self._of_many: dict[int, Flight] = {}  # those of several keys, as `by_call`
+
+    def add(self, flight: Flight, *, is_large: bool) -> None:
+        number, names = flight.event.call, flight.load.names
+        self.by_call[number] = flight
+        if flight.transfer.push:
+            self.pushing[number] = flight
+        if len(names) == 1:
+            for name in names:
+                self._by_key[name] = flight
+        else:
+            self._of_many[number] = flight
+        self.has_large = is_large
+
+    def remove(self, flight: Flight) -> None:
+        number, names = flight.event.call, flight.load.names
+        del self.by_call[number]
+        if flight.transfer.push:
+            del self.pushing[number]
+        if len(names) == 1:
+            for name in names:
+                del self._by_key[name]
+        else:
+            del self._of_many[number]
+        self.has_large = False
+
+    @property
+    def oldest_push(self) -> Flight | None:
+        """The push that was begun first."""
+        for flight in self.pushing.values():
+            return flight
+        return None
+
+    @property
+    def oldest_step(self) -> int:
+        """That of the push that was begun first; 0: there is none."""
+        push = self.oldest_push
+        return 0 if push is None else push.steps.step
+
+    def has_any_of(self, names: Sequence[str]) -> bool:
+        """Whether any of the keys is in flight."""
+        if self._by_key and not self._by_key.keys().isdisjoint(names):
+            return True
+        return any(not flight.load.names.isdisjoint(names) for flight in self._of_many.values())
+
+    def pushes(self, name: str) -> bool:
+        """Whether this key is being pushed. Any thread may ask: the call may end meanwhile."""
+        flight = self._by_key.get(name)
+        if flight is not None:
+            return flight.transfer.push
+        return any(flight.transfer.push and name in flight.load.names for flight in list(self._of_many.values()))
