@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
 from kvd.core.principals import HOLDER, Principal
@@ -25,12 +26,16 @@ class MessageReceiver:
     `kvd.node.threads`)."""
 
     def __init__(self, stepper: Stepper, sender: MessageSender) -> None:
+        self.takes_answer: Callable[[Peer, bytes, memoryview], bool] | None = None
+        """A shorter way of answers with a payload: False: it has done nothing. Set before the first message."""
         self._stepper = stepper
         self._sender = sender
         self._throttle = Throttle(LOG_INTERVAL_S)
 
     def receive(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal = HOLDER) -> None:
         """Gives the machine one message. `payload` keeps its memory alive and is not written to."""
+        if payload is not None and self.takes_answer is not None and self.takes_answer(peer, header, payload):
+            return
         try:
             decoded = (read_push(header) if len(header) == PUSH_NBYTES else None) or decode(header)
         except ProtocolError as error:

@@ -26,6 +26,7 @@ from kvd.protocol.messages import (
     Uncounted,
     Values,
 )
+from kvd.testing.express import ExpressSteps
 from tests.core.fakes import uint8
 from tests.core.worker_harness import Harness, number, ready
 
@@ -127,9 +128,10 @@ EVENTS: dict[str, Happens] = {
 }
 
 
-def run(name: str, *, lanes: bool, kinds: Sequence[bool]) -> list[str]:
+def run(name: str, *, kinds: Sequence[bool], lanes: bool = True, express: ExpressSteps | None = None) -> list[str]:
     """What the worker does, and what is under way at the end."""
     harness = repeated(lanes=lanes)
+    harness._express = express
     sends = [push(harness, key, pull=pull) for key, pull in zip(KEYS, kinds, strict=True)]
     assert in_flight(harness) == (len(KEYS) if lanes else 0)
     EVENTS[name](harness, sends)
@@ -143,7 +145,10 @@ def run(name: str, *, lanes: bool, kinds: Sequence[bool]) -> list[str]:
 @pytest.mark.parametrize("kinds", [(True,) * 4, (True, False, False, True)])
 @pytest.mark.parametrize("name", EVENTS)
 def test_the_same_is_done_without_the_lane(name: str, kinds: Sequence[bool]) -> None:
-    assert run(name, lanes=True, kinds=kinds) == run(name, lanes=False, kinds=kinds)
+    ordinary = run(name, kinds=kinds, lanes=False)
+    assert run(name, kinds=kinds) == ordinary
+    assert run(name, kinds=kinds, express=ExpressSteps(every=1)) == ordinary
+    assert run(name, kinds=kinds, express=ExpressSteps(every=1, waits=False)) == ordinary
 
 
 def test_calls_that_become_ordinary_ones_say_what_they_have_said() -> None:

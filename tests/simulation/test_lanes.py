@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Gathered, LocalCall
+from kvd.core.machine import Gathered, LocalCall, ServerPeer
 from kvd.core.requests import ListTransfer
 from kvd.core.server.express import ExpressRounds
 from kvd.core.server.lane import PushLane
@@ -15,7 +15,8 @@ from kvd.core.server.rounds import SliceLog
 from kvd.core.server.row_lane import RowLane
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.express import Express
-from kvd.core.worker.flights import Flight, Flights
+from kvd.core.worker.express_flights import ExpressFlights
+from kvd.core.worker.flights import Flight, Flights, Trip
 from kvd.core.worker.keys import KeyGroup
 from kvd.core.worker.lane import Lane
 from kvd.core.worker.list_moves import Whole
@@ -55,12 +56,13 @@ SOAK_SEEDS = 100
 
 
 class Seen:
-    """How often calls went by the lane of a worker, joined others there, those on lists among them, were completed there,
-    and left it; how often something else passed by those in flight; the same of the express way; and how many pushes
-    the lanes of servers took, those of batches, those that were held for their rounds, and those of tables."""
+    """How often calls went by the lane of a worker, joined others there, those on lists among them, were completed
+    there, and left it; how often something else passed by those in flight; the same of the express ways; and how many
+    pushes the lanes of servers took, those of batches, those that were held for their rounds, and those of tables."""
 
     def __init__(self) -> None:
         self.begun = self.joined = self.listed = self.left = self.passed = self.express = self.handed_over = 0
+        self.flights = self.landed = 0
         self.taken = self.held = self.rows_taken = 0
 
 
@@ -69,6 +71,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Ticks are left out of the digests: a machine may be woken for the deadline of a call that is over."""
     seen, begin, give_up, take, record = Seen(), Lane.begin, Lane.give_up, PushLane._take, Trace.record
     begin_express, hand_over, hold = Express.begin, Express.give_up, PushLane.hold
+    begin_flight, end_flight = ExpressFlights.begin, ExpressFlights.end
     take_rows, leaves_alone = RowLane._take_push, Lane.leaves_alone
 
     def counting(lane: Lane, event: LocalCall, request: Any, now: float) -> bool:
@@ -98,7 +101,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.express += begun
         return begun
 
-    def handing_over(express: Express) -> Flight:
+    def counting_flights(flights: ExpressFlights, *arguments: Any) -> bool:
+        begun = begin_flight(flights, *arguments)
+        seen.flights += begun
+        return begun
+
+    def ending(flights: ExpressFlights, *arguments: Any) -> Trip | None:
+        trip = end_flight(flights, *arguments)
+        seen.landed += trip is not None
+        return trip
+
+    def handing_over(express: Express) -> tuple[Flight, ServerPeer]:
         seen.handed_over += 1
         return hand_over(express)
 
@@ -122,6 +135,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(PushLane, "_take", taking)
     monkeypatch.setattr(Express, "begin", counting_express)
     monkeypatch.setattr(Express, "give_up", handing_over)
+    monkeypatch.setattr(ExpressFlights, "begin", counting_flights)
+    monkeypatch.setattr(ExpressFlights, "end", ending)
     monkeypatch.setattr(PushLane, "hold", holding)
     monkeypatch.setattr(RowLane, "_take_push", taking_rows)
     monkeypatch.setattr(Trace, "record", recording)
@@ -134,6 +149,7 @@ def compare(name: str, seed: int) -> None:
         for way, method in (
             (Lane, "begin"),
             (Express, "begin"),
+            (ExpressFlights, "begin"),
             (PushLane, "_take"),
             (PushLane, "hold"),
             (RowLane, "_take_push"),
@@ -156,6 +172,7 @@ def test_lanes_change_nothing(seen: Seen) -> None:
     assert seen.taken > 20
     assert seen.handed_over > 20
     assert seen.express - seen.handed_over > 20
+    assert seen.flights > seen.landed > 20
     assert seen.held > 20
     assert seen.rows_taken > 5
 
@@ -212,6 +229,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "which keys are in flight": lambda patch: patch.setattr(Flights, "has_any_of", nothing),
     "what concerns those in flight": lambda patch: patch.setattr(Lane, "leaves_alone", never),
     "retries that are due": lambda patch: patch.setattr(Lane, "is_due", nothing),
+    "express flights: what may have changed": lambda patch: patch.setattr(ExpressFlights, "_is_still", never),
     "server: what was pushed before": lambda patch: patch.setattr(SliceLog, "stage_next", stage_at_once),
     "server: what may have changed": lambda patch: patch.setattr(PushLane, "forget", lambda lane: None),
     "server: what is held when something else comes": lambda patch: patch.setattr(

@@ -24,6 +24,7 @@ from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express import ExpressWay
+from kvd.client.cluster.express_flights import ExpressFlightWay
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
@@ -182,6 +183,24 @@ class Engine:
             answer_s=self.config.request_timeout_s,
             round_s=self.config.round_timeout_s,
         )
+
+    def express_flight_way(self, bound: BoundKeys, slice_bytes: int) -> ExpressFlightWay:
+        """The same of calls with handles, many of which are in flight. There is one, which takes the answers."""
+        way = ExpressFlightWay(
+            self.machine,
+            self._driver,
+            self.transport,
+            self._waiter,
+            self._calls,
+            self._users,
+            bound,
+            self.wait,
+            slice_bytes=slice_bytes,
+            answer_s=self.config.request_timeout_s,
+            round_s=self.config.round_timeout_s,
+        )
+        self._driver.receiver.takes_answer = way.take
+        return way
 
     @property
     def is_well(self) -> bool:

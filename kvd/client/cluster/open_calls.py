@@ -34,6 +34,14 @@ class OpenCalls:
         """The call has not become one of the machine, or has ended without it."""
         self._promises.pop(number, None)
 
+    def keep(self, number: int) -> bool:
+        """The call has ended well without the machine. False if it has ended before."""
+        promise = self._promises.pop(number, None)
+        if promise is None:
+            return False
+        promise.set_result(None)
+        return True
+
     def end(self, complete: Complete) -> bool:
         """Ends the call as the machine says. False if it has ended before."""
         promise = self._promises.pop(complete.call, None)

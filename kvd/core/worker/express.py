@@ -19,6 +19,7 @@ from kvd.core.membership import ViewState
 from kvd.core.outbox import RETRY_FIRST_S
 from kvd.core.requests import Item, Transfer
 from kvd.core.worker.asking import Asker
+from kvd.core.worker.express_flights import ExpressFlights
 from kvd.core.worker.flights import Flight
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.lane import Lane
@@ -71,12 +72,19 @@ class Express:
 
     Who uses it keeps others from stepping the machine meanwhile.
 
+    Args:
+        flights: the same for calls that nobody waits for, many of which may be in flight.
+
     Attributes:
+        flights: as it was given.
         due_at: when the call in flight becomes an ordinary one at the latest; NEVER without one.
         in_flight: the call, if there is one.
     """
 
-    def __init__(self, lane: Lane, view: ViewState, asker: Asker, steps: StepCounter, waits: Waits) -> None:
+    def __init__(
+        self, lane: Lane, flights: ExpressFlights, view: ViewState, asker: Asker, steps: StepCounter, waits: Waits
+    ) -> None:
+        self.flights = flights
         self.due_at = NEVER
         self.in_flight: Repeated | None = None
         self._lane = lane
@@ -136,8 +144,8 @@ class Express:
         self.in_flight, self.due_at, repeated.make_call = None, NEVER, None
         return True
 
-    def give_up(self) -> Flight:
-        """The call in flight, as the lane knows calls; its numbers are taken."""
+    def give_up(self) -> tuple[Flight, ServerPeer]:
+        """The call in flight, as the lane knows calls, and the server that was asked; its numbers are taken."""
         repeated, due_at = self.in_flight, self.due_at
         assert repeated is not None
         assert repeated.make_call is not None
@@ -148,7 +156,9 @@ class Express:
         self._asker.take(1)
         self._steps.passed(repeated.step)
         steps = Steps(repeated.step, repeated.settled)
-        return Flight(event, event.request, repeated.begun, due_at, load, repeated.request, steps, 1)
+        begun, place = repeated.begun, event.request.place
+        flight = Flight(event.call, begun, due_at, True, True, place, load, repeated.request, steps, 1, event)
+        return flight, repeated.peer
 
     def pushes(self, name: str) -> bool:
         """Whether the call in flight pushes this key. Any thread may ask: the call may end meanwhile."""

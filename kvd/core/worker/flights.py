@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from kvd.core import requests
 from kvd.core.machine import LocalCall, Peer, Received
 from kvd.core.worker.loads import Load
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.steps import Steps
+
+
+class Trip(Protocol):
+    """What the shell knows of a call whose message it has made itself."""
+
+    def local_call(self) -> LocalCall:
+        """The call as an ordinary one: the same object each time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,23 +24,38 @@ class Flight:
     """A call in flight, and what was sent in its name.
 
     Attributes:
+        call: its number.
         due_at: when it becomes an ordinary call at the latest.
+        push, pull: which of the two it is, or both.
+        place: of a push: where the program was, see `kvd.core.places`.
         load: what it moves.
         first_request: the number of its first message.
         steps: what its messages say of steps, if it pushes.
         unanswered: how many of its messages are.
+        event: the call as the shell gave it; None: it has a trip instead.
         answers: all that were taken in so far, and when; without their payloads, which are where they belong.
     """
 
-    event: LocalCall
-    transfer: requests.Transfer
+    call: int
     begun: float
     due_at: float
+    push: bool
+    pull: bool
+    place: int
     load: Load
     first_request: int
     steps: Steps
     unanswered: int
+    event: LocalCall | None
+    trip: Trip | None = None
     answers: list[tuple[Received, float]] = field(default_factory=list)
+
+    def local_call(self) -> LocalCall:
+        """The call as an ordinary one."""
+        if self.event is not None:
+            return self.event
+        assert self.trip is not None
+        return self.trip.local_call()
 
 
 Awaited: TypeAlias = tuple[Flight, MessagePlan, Peer]
@@ -59,9 +80,9 @@ class Flights:
         self._of_many: dict[int, Flight] = {}  # those of several keys, as `by_call`
 
     def add(self, flight: Flight, *, is_large: bool) -> None:
-        number, names = flight.event.call, flight.load.names
+        number, names = flight.call, flight.load.names
         self.by_call[number] = flight
-        if flight.transfer.push:
+        if flight.push:
             self.pushing[number] = flight
         if len(names) == 1:
             for name in names:
@@ -71,9 +92,9 @@ class Flights:
         self.has_large = is_large
 
     def remove(self, flight: Flight) -> None:
-        number, names = flight.event.call, flight.load.names
+        number, names = flight.call, flight.load.names
         del self.by_call[number]
-        if flight.transfer.push:
+        if flight.push:
             del self.pushing[number]
         if len(names) == 1:
             for name in names:
@@ -81,6 +102,13 @@ class Flights:
         else:
             del self._of_many[number]
         self.has_large = False
+
+    def take_all(self) -> list[Flight]:
+        """Forgets all of them. Returns them in their order."""
+        flights = list(self.by_call.values())
+        self.by_call, self.pushing, self.awaited, self.has_large = {}, {}, {}, False
+        self._by_key, self._of_many = {}, {}
+        return flights
 
     @property
     def oldest_push(self) -> Flight | None:
@@ -101,9 +129,13 @@ class Flights:
             return True
         return any(not flight.load.names.isdisjoint(names) for flight in self._of_many.values())
 
+    def has(self, name: str) -> bool:
+        """Whether this key is in flight."""
+        return name in self._by_key or (bool(self._of_many) and self.has_any_of((name,)))
+
     def pushes(self, name: str) -> bool:
         """Whether this key is being pushed. Any thread may ask: the call may end meanwhile."""
         flight = self._by_key.get(name)
         if flight is not None:
-            return flight.transfer.push
-        return any(flight.transfer.push and name in flight.load.names for flight in list(self._of_many.values()))
+            return flight.push
+        return any(flight.push and name in flight.load.names for flight in list(self._of_many.values()))

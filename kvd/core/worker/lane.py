@@ -24,7 +24,7 @@ from kvd.core.outbox import RETRY_FIRST_S, Outbox
 from kvd.core.requests import Item
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.flights import Flight, Flights
-from kvd.core.worker.keys import KeyTable, WorkerKey
+from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.loads import Loads
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans
@@ -54,10 +54,11 @@ class Lane:
 
     def __init__(
         self,
+        flights: Flights,
         stillness: Stillness,
         view: ViewState,
         servers: Servers,
-        keys: KeyTable,
+        loads: Loads,
         plans: MessagePlans,
         outbox: Outbox,
         asker: Asker,
@@ -80,8 +81,8 @@ class Lane:
         self._steps = steps
         self._waits = waits
         self._emit = emit
-        self._loads = Loads(keys, plans)
-        self._flights = Flights()
+        self._loads = loads
+        self._flights = flights
 
     def __len__(self) -> int:
         """How many calls are in flight."""
@@ -150,11 +151,12 @@ class Lane:
             steps = self._steps.begin_in_lane(clock + 1, flights.oldest_step)
         due_at = min(now + RETRY_FIRST_S, self._waits.first_look(now, event.deadline, event.answer_s))
         first = self._asker.take(len(plans))
-        flight = Flight(event, transfer, now, due_at, load, first, steps, len(plans))
+        push, pull, place = transfer.push, transfer.pull, transfer.place
+        flight = Flight(event.call, now, due_at, push, pull, place, load, first, steps, len(plans), event)
         flights.add(flight, is_large=is_large)
         if due_at < self.due_at:
             self.due_at = due_at
-        sends = self._messages(flight)
+        sends = self._messages(flight, transfer)
         for send in sends if len(sends) == 1 else self._outbox.in_order(sends):
             self._emit(send)
         return True
@@ -168,7 +170,7 @@ class Lane:
         if flights.has_any_of(names):
             return False
         first = flights.oldest_push
-        return not transfer.push or first is None or first.transfer.place == transfer.place
+        return not transfer.push or first is None or first.place == transfer.place
 
     def _lets_leave(self, transfer: requests.Transfer, *, is_large: bool) -> bool:
         """Whether nothing else that is under way holds the call back."""
@@ -187,9 +189,9 @@ class Lane:
                 return False
         return len(plans) == 1 or sum([plan.nbytes for plan in plans]) <= self._outbox.credit_bytes
 
-    def _messages(self, flight: Flight) -> list[Send]:
+    def _messages(self, flight: Flight, transfer: requests.Transfer) -> list[Send]:
         """What is sent for a call that begins."""
-        transfer, load, awaited, sends = flight.transfer, flight.load, self._flights.awaited, []
+        load, awaited, sends = flight.load, self._flights.awaited, []
         (step, settled), clock = flight.steps, load.clock
         for request, plan in enumerate(load.plans, flight.first_request):
             peer = self._servers.peer_of(plan.partition)
@@ -219,7 +221,7 @@ class Lane:
             return False
         kind = type(message)
         if kind is not Staged:
-            if kind is not (Values if flight.transfer.pull else Done):
+            if kind is not (Values if flight.pull else Done):
                 return False
             if kind is Values:
                 if event.nbytes != plan.nbytes or message.coding is not None or event.fault:
@@ -237,33 +239,48 @@ class Lane:
 
     def _complete(self, flight: Flight) -> None:
         """All are answered: what the general way would have counted is counted."""
+        self.land(flight)
+        self._emit(Complete(flight.call, flight.load.result()))
+
+    def land(self, flight: Flight) -> None:
+        """The call has ended, and its keys move on."""
         self._flights.remove(flight)
         if not self._flights.by_call:
             self.due_at = NEVER
-        if flight.transfer.push:
+        if flight.push:
             flight.load.pushed()
         self._stillness.disturb()
-        self._emit(Complete(flight.event.call, flight.load.result()))
 
     # ── calls that were begun elsewhere ──
 
     def single(self, item: Item) -> tuple[WorkerKey, MessagePlan, ServerPeer] | None:
         """The key of the item, the plan of the message in which its one slice travels, and its server, if a call on it
         may be taken now, and nothing else is under way."""
-        if not self._is_on or self.is_busy or not self._stillness.is_total():
+        if self.is_busy or not self._stillness.is_total():
             return None
-        found = self._loads.of_slice(item)
+        return self._slice(item)
+
+    def single_push(self, item: Item, place: int) -> tuple[WorkerKey, MessagePlan, ServerPeer] | None:
+        """The same for a push of a small value that is made at this place, besides others that are under way. The key
+        must not be in flight."""
+        found = self._slice(item) if self._stillness.lets_leave(place) else None
+        return None if found is None or self._takes_credit((found[1],)) else found
+
+    def _slice(self, item: Item) -> tuple[WorkerKey, MessagePlan, ServerPeer] | None:
+        found = self._loads.of_slice(item) if self._is_on else None
         if found is None or not self._may_send((found[1],)):
             return None
         key, plan = found
         return key, plan, self._servers.peer_of(plan.partition)
 
-    def adopt(self, flight: Flight) -> None:
-        """Goes on with a call that was begun elsewhere, with one message, while nothing else is in flight."""
+    def adopt(self, flight: Flight, peer: ServerPeer) -> None:
+        """Goes on with a call that was begun elsewhere, with one message to this server. It takes no credit, or nothing
+        else is in flight."""
         (plan,) = flight.load.plans
-        self._flights.add(flight, is_large=self._takes_credit((plan,)))
-        self._flights.awaited[flight.first_request] = flight, plan, self._servers.peer_of(plan.partition)
-        self.due_at = flight.due_at
+        self._flights.add(flight, is_large=plan.nbytes > self._outbox.small_push_bytes)
+        self._flights.awaited[flight.first_request] = flight, plan, peer
+        if flight.due_at < self.due_at:
+            self.due_at = flight.due_at
 
     def disturb(self) -> None:
         """A call was made and answered elsewhere: who looks for activity sees it."""
@@ -273,14 +290,14 @@ class Lane:
 
     def give_up(self) -> list[Flight]:
         """Lets go of the calls, in their order. They go the general way from their beginning."""
-        flights, self._flights, self.due_at = self._flights, Flights(), NEVER
-        return list(flights.by_call.values())
+        self.due_at = NEVER
+        return self._flights.take_all()
 
     def repeat(self, flight: Flight) -> None:
         """The call starts the general way next: it says what it has said."""
         self._asker.give_next(flight.first_request)
         self._plans.keep(flight.load.keys, flight.load.plans)
-        if flight.transfer.push:
+        if flight.push:
             self._steps.repeat(flight.steps)
 
     def validate(self) -> None:

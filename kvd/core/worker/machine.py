@@ -1,5 +1,7 @@
 """The machine of a worker or an observer: its parts, and the tables of what each call and each answer goes to.
 
+Over 400 lines because all parts are put together here.
+
 The way of a push or pull:
 
 1. `WorkerMachine.step` takes the program's call; `CallBook.accept` (calls.py) enters it with its deadline.
@@ -45,12 +47,15 @@ from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
 from kvd.core.worker.deletions import Deletions
 from kvd.core.worker.express import Express
+from kvd.core.worker.express_flights import ExpressFlights
+from kvd.core.worker.flights import Flights
 from kvd.core.worker.init_calls import InitCalls
 from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
 from kvd.core.worker.lane import Lane
+from kvd.core.worker.loads import Loads
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.moves import Moves
@@ -148,11 +153,13 @@ class WorkerMachine:
             standing.view_changed,
         )
         stillness = Stillness(session, servers, taking_part, outbox, calls, pushes)
-        self._lane = Lane(
-            stillness, view, servers, keys, plans, outbox, asker, steps, self._waits, emit, is_on=settings.lanes
+        flights, loads, waits = Flights(), Loads(keys, plans), self._waits
+        self._lane = lane = Lane(
+            flights, stillness, view, servers, loads, plans, outbox, asker, steps, waits, emit, is_on=settings.lanes
         )
-        self.express = Express(self._lane, view, asker, steps, self._waits)
-        """The way of one small call that the shell makes again and again."""
+        many = ExpressFlights(lane, flights, view, asker, steps, waits)
+        self.express = Express(lane, many, view, asker, steps, waits)
+        """The way of small calls that the shell makes again and again."""
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions, self._lane)
         barriers = BarrierCalls(asker, calls)
         returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
@@ -210,7 +217,7 @@ class WorkerMachine:
             effects.clear()  # a step that raised has left them
         lane = self._lane
         if self.express.in_flight is not None:
-            lane.adopt(self.express.give_up())
+            lane.adopt(*self.express.give_up())
         if not self._takes_lane(event, now):
             if lane.is_busy and (self._waits.calls_are_due(now) or not lane.leaves_alone(event, now)):
                 self._materialize()
@@ -248,7 +255,7 @@ class WorkerMachine:
         asker, lane = self._answers.asker, self._lane
         next_number = asker.next_number
         for flight in lane.give_up():
-            call = self._calls.accept(flight.event, flight.begun)
+            call = self._calls.accept(flight.local_call(), flight.begun)
             self._waits.note(call)
             assert isinstance(call.request, requests.Transfer)
             lane.repeat(flight)
