@@ -36,12 +36,13 @@ class Route:
         generation, place: of the lane and of the program, when this was found out.
         ordinary_s: seconds after which a call in flight becomes an ordinary one at the latest.
         clock: of the key, when the call in flight began.
-        request, steps: of its message.
+        request, batch, steps: of its message.
         trip: of that call.
     """
 
     __slots__ = (
         "_versions",
+        "batch",
         "clock",
         "generation",
         "item",
@@ -74,15 +75,10 @@ class Route:
         self.generation = generation
         self.place = place
         self.ordinary_s = ordinary_s
-        self.clock = self.request = 0
+        self.clock = self.request = self.batch = 0
         self.steps = NO_STEPS
         self.trip: Trip | None = None
         self._versions: list[Versions | None] = [None]
-
-    @property
-    def batch(self) -> int:
-        """The number of the batch that the message names."""
-        return self.plans[0].batch
 
     def message(self, place: int) -> PushBatch:
         """That of the call in flight, which was made at this place of the program."""
@@ -145,27 +141,28 @@ class ExpressFlights:
         """Begins a call, whose numbers are in `route`; its message must leave before the machine's next step. False:
         nothing was done, and the call goes the general way."""
         lane, flights = self._lane, self._flights
-        if lane.others_are_due(now) or (now >= lane.due_at and lane.is_due(now)):
+        others_due_at, first = lane.others_due_at, flights.oldest_push
+        if others_due_at is None or now >= others_due_at or (now >= lane.due_at and lane.is_due(now)):
             return False
-        if flights.by_call and not self._may_join(route.item.key, place):
+        if flights.by_call and not self._may_join(route.item.key, place, first):
             return False
         if (route.generation != lane.generation or route.place != place) and not self._is_still(route, place):
             return False
         (key,) = route.keys
         route.clock = clock = key.window.clock
-        route.trip = trip
-        route.steps = steps = self._steps.begin_in_lane(clock + 1, flights.oldest_step)
+        route.trip, route.batch = trip, route.plans[0].batch
+        oldest_step = 0 if first is None else first.steps.step
+        route.steps = steps = self._steps.begin_in_lane(clock + 1, oldest_step)
         route.request = request = self._asker.take(1)
         flight = Flight(call, now, now + route.ordinary_s, True, True, place, route, request, steps, 1, None, trip)
         lane.adopt(flight, route.peer)
         return True
 
-    def _may_join(self, name: str, place: int) -> bool:
-        """Whether a push may begin while others are in flight, as far as these say."""
+    def _may_join(self, name: str, place: int, first: Flight | None) -> bool:
+        """Whether a push may begin while others are in flight, as far as these say; `first` pushes, too."""
         flights = self._flights
         if flights.has_large or len(flights.by_call) >= MOST_FLIGHTS or flights.has(name):
             return False
-        first = flights.oldest_push
         return first is None or first.place == place
 
     def _is_still(self, route: Route, place: int) -> bool:
@@ -182,7 +179,10 @@ class ExpressFlights:
         stepped next. Returns the call that has ended; None: nothing was done, and the answer goes the general way."""
         lane = self._lane
         awaited = self._flights.awaited.get(request)
-        if awaited is None or lane.others_are_due(now) or (now >= lane.due_at and lane.is_due(now)):
+        others_due_at = lane.others_due_at
+        if awaited is None or others_due_at is None or now >= others_due_at:
+            return None
+        if now >= lane.due_at and lane.is_due(now):
             return None
         flight, plan, asked = awaited
         if flight.trip is None or asked != peer or nbytes != plan.nbytes or epoch > self._view.epoch:
