@@ -193,6 +193,28 @@ def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes |
     return values_header(sender, epoch, run, values.request, values.versions[0])
 
 
+def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
+    """The epoch, run and request in a header of VALUES_NBYTES bytes, if it is as `write_values` writes it. None: it may
+    be any other."""
+    # fmt: off
+    (
+        marker, version, kind, w1, sender, w2, generation, w3, change, w4, run, w5, request,
+        entries, w6, pulled, coding,
+    ) = _VALUES.unpack(header)
+    # fmt: on
+    if not (
+        marker == _LIST_OF_9
+        and version == VERSION
+        and kind == Values.KIND
+        and w1 == w2 == w3 == w4 == w5 == w6 == _WIDE
+        and entries == _LIST_OF_1
+        and coding == _NONE
+        and max(sender, generation, change, run, request, pulled) <= BIGGEST
+    ):
+        return None
+    return Epoch(generation, change), run, request
+
+
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:
     """Writes the header of an answer up to its version to `buffer`, from byte `at` on, to compare one with."""
     # fmt: off

@@ -66,6 +66,7 @@ def test_an_answer_is_the_same_in_both_forms(sender: int, epoch: Epoch, run: int
     fixed.put_values_head(head, 0, sender, epoch, run, request)
     assert header[: len(head)] == head
     assert fixed.version_of(header + b"the payload", len(head)) == version
+    assert fixed.read_values(header) == (epoch, run, request)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,14 @@ def test_the_numbers_alone_are_those_of_the_message(at: int, byte: int, pull: bo
 )
 def test_only_one_sample_that_is_added_is_told_by_numbers(push: PushBatch) -> None:
     assert fixed.push_numbers(push) is None
+
+
+@given(st.integers(0, fixed.VALUES_NBYTES - 1), st.integers(0, 255))
+def test_a_changed_byte_of_an_answer_gives_what_the_general_way_gives(at: int, byte: int) -> None:
+    header = bytearray(encode(Values(7, (3,)), 9, Epoch(10, 11), 12))
+    header[at] = byte
+    answer = fixed.read_values(bytes(header))
+    if answer is not None:
+        decoded = decode(bytes(header))
+        assert type(decoded.message) is Values
+        assert answer == (decoded.epoch, decoded.run, decoded.message.request)

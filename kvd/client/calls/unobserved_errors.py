@@ -43,13 +43,13 @@ class UnobservedErrors:
     def watch(self, names: Sequence[str], handle: Handle) -> Handle:
         """Keeps the error of the call on these keys, if it fails, until its handle or a later call raises it."""
 
-        def ended(promise: Promise) -> None:
+        def failed(promise: Promise) -> None:
             error = promise.exception()
             if isinstance(error, KvdError):
                 handle.release_result()
                 self._keep(frozenset(names), handle, error)
 
-        handle.on_end(ended)
+        handle.on_error(failed)
         return handle
 
     def raise_for(self, names: Sequence[str] | None) -> None:

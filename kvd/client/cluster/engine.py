@@ -24,6 +24,7 @@ from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express import ExpressWay
+from kvd.client.cluster.express_flights import ExpressFlightWay
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.trips import OrdinaryCalls
@@ -187,6 +188,29 @@ class Engine:
             ordinary,
             slice_bytes=slice_bytes,
         )
+
+    def express_flight_way(self, bound: BoundKeys, slice_bytes: int) -> ExpressFlightWay:
+        """The same of calls with handles, many of which are in flight. There is one, which takes the answers."""
+        way = ExpressFlightWay(
+            self.machine,
+            self._driver,
+            self.transport,
+            self._waiter,
+            self._calls,
+            self._users,
+            bound,
+            self.wait,
+            slice_bytes=slice_bytes,
+            answer_s=self.config.request_timeout_s,
+            round_s=self.config.round_timeout_s,
+        )
+        self._driver.receiver.takes_answer = way.take
+        return way
+
+    @property
+    def is_well(self) -> bool:
+        """Whether calls can be made: it was not stopped, has not failed, and this is not a child process."""
+        return self._failure is None and not self._closed and self._pid == os.getpid()
 
     def wait(self, promise: Promise, timeout_s: float | None) -> None:
         """Reads the links to the servers of this host until the call ends or the time is up. Returns early if there

@@ -33,6 +33,18 @@ class OpenCalls:
             promise.set_exception(self._failure)
         return number
 
+    def forget(self, number: int) -> None:
+        """The call has not become one of the machine, or has ended without it."""
+        self._promises.pop(number, None)
+
+    def keep(self, number: int) -> bool:
+        """The call has ended well without the machine. False if it has ended before."""
+        promise = self._promises.pop(number, None)
+        if promise is None:
+            return False
+        promise.set_result(None)
+        return True
+
     def end(self, complete: Complete) -> bool:
         """Ends the call as the machine says. False if it has ended before."""
         promise = self._promises.pop(complete.call, None)

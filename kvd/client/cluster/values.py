@@ -18,12 +18,13 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Target, check_alike
+from kvd.client.calls.values import BYTE, Array, Target, check_alike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.express import ExpressWay, single_of
+from kvd.client.cluster.express_flights import ExpressFlightWay, PreparedFlight
 from kvd.client.cluster.held_versions import HeldVersions
 from kvd.client.cluster.new_values import NewValues
 from kvd.client.cluster.plain_calls import PlainCall, PlainCalls
@@ -62,6 +63,7 @@ class ClusterValues:
         compression: GradientCompression,
         tables: ClusterTables,
         express: ExpressWay,
+        flights: ExpressFlightWay,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
@@ -74,6 +76,7 @@ class ClusterValues:
         self._tables = tables
         self._plain = plain
         self._express = express
+        self._flights = flights
         self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -214,6 +217,9 @@ class ClusterValues:
         has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
         may_be_plain = has_defaults and not (cast or view) and (not copy or type(key) is str)
         if may_be_plain and self._compression.current is None:
+            prepared = self._flights.find(key, value, out) if copy else None
+            if prepared is not None and self._engine.is_well:
+                return self._pushpull_flight(prepared, key, value, out, reservation)
             call = self._plain.find(key, value, out)
             if call is not None:
                 return self._pushpull_plain(call, out, copy=copy, reservation=reservation)
@@ -291,15 +297,39 @@ class ClusterValues:
             target.flags.writeable = False
         return [target] if type(key) in (list, tuple) else target
 
+    def _pushpull_flight(
+        self, prepared: PreparedFlight, name: str, value: Array, out: Array, reservation: Reservation | None
+    ) -> Handle:
+        """The same for a small value that many calls push."""
+        names = (name,)
+        self._arguments.raise_unobserved(names)
+        if not self._steps.take_pushes(names):
+            return self._pull_again(names, out)
+        handle = self._flights.begin(prepared, value, out, self._steps.place)
+        if handle is not None:
+            return self._watched(names, handle)
+        item = prepared.route.item._replace(source=value.ravel().view(BYTE), target=out.ravel().view(BYTE))
+        return self._submit_plain(PlainCall(names, (self._arguments.copied(item, reservation),)), out, copy=True)
+
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""
-        names = call.names
-        self._arguments.raise_unobserved(names)
-        items = (self._arguments.copied(call.items[0], reservation),) if copy else call.items
+        self._arguments.raise_unobserved(call.names)
+        if copy:
+            call = call._replace(items=(self._arguments.copied(call.items[0], reservation),))
+        if not self._steps.take_pushes(call.names):
+            return self._pull_again(call.names, out)
+        if copy:
+            self._flights.prepare(call.names[0], out, self._steps.place)
+        return self._submit_plain(call, out, copy=copy)
+
+    def _pull_again(self, names: Sequence[str], out: Any) -> Handle:
+        """A step that is made again has pushed the keys before."""
+        keys = KeyList(list(names), type(out) is not np.ndarray)
+        return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
+
+    def _submit_plain(self, call: PlainCall, out: Any, *, copy: bool) -> Handle:
+        names, items, _ = call
         many = type(out) is not np.ndarray
-        if not self._steps.take_pushes(names):
-            keys = KeyList(list(names), many)
-            return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
         transfer = requests.Transfer(items, push=True, pull=True, place=self._steps.place)
         if call.listed is None:
             promise = self._submit_push(transfer)
