@@ -32,7 +32,7 @@ from kvd.transport.frames import (
 )
 from kvd.transport.offered import close_refused
 
-BUFFER_BYTES = 128 << 10
+BUFFER_BYTES = 256 << 10
 AHEAD_BYTES = 4 << 10  # read beyond a large payload: the payload behind it would have to be moved
 MOST_DESCRIPTORS = 2  # received, but not yet claimed by a frame
 

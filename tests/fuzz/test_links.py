@@ -36,7 +36,7 @@ SEGMENT_BYTES = 8192
 STREAMS = 60  # in `make test`
 SOAK_STREAMS = 40_000
 HELLO_FRAME = prefix_of(HELLO, 0, 0, 0, VERSION, MAGIC)
-SIZES = (0, 1, 8, 100, SEGMENT_BYTES, 16 << 10, (16 << 10) + 1, 40_000)
+SIZES = (0, 1, 8, 100, SEGMENT_BYTES, 64 << 10, (64 << 10) + 1, 90_000)
 NUMBERS = (0, 1, 2, 7, 4096, 8185, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1)
 
 

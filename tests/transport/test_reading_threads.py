@@ -132,7 +132,7 @@ def test_threads_and_the_loop_read_together_without_loss_or_reordering() -> None
 
             readers = [asyncio.create_task(asyncio.to_thread(read, pauses)) for pauses in (True, False)]
             for number in range(3000):
-                assert server.send(peer, b"%d" % number, bytes(20_000 if number % 7 == 0 else 10))
+                assert server.send(peer, b"%d" % number, bytes(70_000 if number % 7 == 0 else 10))
                 if number % 20 == 0:
                     await asyncio.sleep(0)
             await eventually(lambda: len(client.messages) == 3000)

@@ -22,6 +22,7 @@ from kvd.client.calls.values import Array, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express_frames import PreparedCall
 from kvd.client.cluster.interrupts import Uninterrupted
+from kvd.client.cluster.prepared_calls import PreparedCalls
 from kvd.client.cluster.trips import OrdinaryCall, OrdinaryCalls, Trip
 from kvd.client.cluster.users import StoreUsers
 from kvd.core.machine import Send
@@ -33,7 +34,6 @@ from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 from kvd.transport.link import Link
 
-MOST_PREPARED = 1024  # keys; one more, and all are prepared again
 _LISTS = (list, tuple)
 OFTEN_S = 0.005  # the loop stays paused between calls that follow each other so soon
 
@@ -88,7 +88,7 @@ class ExpressWay:
         self._bound = bound
         self._ordinary = ordinary
         self._slice_bytes = slice_bytes
-        self._prepared: dict[str | int, PreparedCall] = {}  # by the key as the program writes it
+        self._prepared: PreparedCalls[PreparedCall] = PreparedCalls()
         self._ended = -math.inf  # the last call, by the clock of the machine
         _ways.add(self)
 
@@ -96,11 +96,11 @@ class ExpressWay:
 
     def is_prepared(self, key: str | int) -> bool:
         """Whether a call on the key may go the express way, if its arrays fit."""
-        return key in self._prepared
+        return key in self._prepared.by_key
 
     def find(self, key: str | int, value: Array, out: Array) -> PreparedCall | None:
         """The call, if it may go the express way."""
-        call = self._prepared.get(key)
+        call = self._prepared.by_key.get(key)
         if call is None or not call.fits(value, out):
             return None
         changes = self._bound.changes
@@ -123,9 +123,7 @@ class ExpressWay:
         finally:
             self._stepper.leave(math.inf)
         if repeated is not None:
-            if len(self._prepared) >= MOST_PREPARED:
-                self._prepared.clear()
-            self._prepared[key] = PreparedCall(key, item, value, repeated, changes)
+            self._prepared.keep(key, PreparedCall(key, item, value, repeated, changes), 2 * value.nbytes)
 
     def forget(self) -> None:
         """No call goes this way until it is prepared again."""
@@ -159,7 +157,7 @@ class ExpressWay:
                             trip.stop_waiting()
                         waiter.end()
                 if not is_begun:
-                    self._prepared.pop(call.key, None)
+                    self._prepared.drop(call.key)
                     ordinary = self._ordinary.submit(trip.transfer())
         except BaseException:  # Ctrl-C
             if ordinary is not None:

@@ -21,10 +21,10 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.values import BYTE, Array, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
-from kvd.client.cluster.express import MOST_PREPARED
 from kvd.client.cluster.express_frames import HEADER_AT, PUSHED_AT
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
+from kvd.client.cluster.prepared_calls import PreparedCalls
 from kvd.client.cluster.users import StoreUsers
 from kvd.core.machine import LocalCall, Peer, Send
 from kvd.core.requests import Item, Transfer
@@ -96,7 +96,7 @@ class FlyingCall:
 class ExpressFlightWay:
     """The express calls with handles of one store. Any thread of the program may make them.
 
-    At most `MOST_PREPARED` frames are kept, which do not count against the memory of pushes.
+    The frames (see `PreparedCalls`) do not count against the memory of pushes.
 
     Args:
         bound: the keys whose arrays are the store's.
@@ -132,13 +132,13 @@ class ExpressFlightWay:
         self._slice_bytes = slice_bytes
         self._answer_s = answer_s
         self._round_s = round_s
-        self._prepared: dict[str, PreparedFlight] = {}
+        self._prepared: PreparedCalls[PreparedFlight] = PreparedCalls()
 
     # ── which calls go this way ──
 
     def find(self, name: str, value: Any, out: Any) -> PreparedFlight | None:
         """The call, if it may go the express way."""
-        call = self._prepared.get(name)
+        call = self._prepared.by_key.get(name)
         if call is None or type(value) is not np.ndarray or type(out) is not np.ndarray:
             return None
         dtype, shape = call.dtype, call.shape
@@ -161,9 +161,7 @@ class ExpressFlightWay:
         finally:
             self._driver.stepper.leave(math.inf)
         if route is not None:
-            if len(self._prepared) >= MOST_PREPARED:
-                self._prepared.clear()
-            self._prepared[name] = PreparedFlight(value, route)
+            self._prepared.keep(name, PreparedFlight(value, route), value.nbytes)
 
     # ── the way out ──
 
