@@ -68,7 +68,7 @@ def listed(count: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
 @pytest.mark.parametrize(
     ("prepare", "by_worker", "by_server"),
     [
-        pytest.param(pushpull, 92, 225, id="1 KiB"),
+        pytest.param(pushpull, 58, 225, id="1 KiB"),
         pytest.param(listed(10), 195, 250, id="a list of ten"),
         pytest.param(listed(500), 240, 440, id="a list of five hundred"),
     ],

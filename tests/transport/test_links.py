@@ -54,7 +54,7 @@ def test_headers_up_to_the_limit_arrive_and_larger_ones_are_refused() -> None:
 @pytest.mark.parametrize("limit_bytes", [256 * MIB, 0], ids=["shared memory", "inline"])
 def test_what_is_held_leaves_with_the_next_payload_or_at_the_end(limit_bytes: int, nbytes: int) -> None:
     with pair(limit_bytes) as (left, right):
-        holding = left.link._sink.holding
+        holding = left.link.delivery.sink.holding
 
         def received() -> list[bytes]:
             return [header for header, _ in right.messages]
@@ -81,7 +81,7 @@ def test_what_is_held_leaves_with_the_next_payload_or_at_the_end(limit_bytes: in
 
 def test_few_frames_are_held_at_once() -> None:
     with pair() as (left, right):
-        holding = left.link._sink.holding
+        holding = left.link.delivery.sink.holding
         holding.begin()
         for number in range(MOST_HELD):
             assert not right.messages

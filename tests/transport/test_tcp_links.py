@@ -176,7 +176,7 @@ def test_program_threads_read_links_over_tcp_while_they_wait(keys: Curve | None)
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         assert client.send(incarnation, b"hello")
         await eventually(lambda: server.messages)
-        client.transport.reader.pause_loop()
+        client.transport.reader.pause.begin()
         waker, other = socket.socketpair()
         with waker, other:
             answer = asyncio.create_task(asyncio.to_thread(client.transport.reader.wait, 20.0, waker.fileno()))
@@ -188,7 +188,7 @@ def test_program_threads_read_links_over_tcp_while_they_wait(keys: Curve | None)
             other.send(b"x")
             await answer
         assert threading.get_ident() not in client.threads
-        client.transport.reader.resume_loop()
+        client.transport.reader.pause.end()
 
     with_pair(program, keys)
 

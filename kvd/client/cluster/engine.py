@@ -26,6 +26,7 @@ from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express import ExpressWay
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
+from kvd.client.cluster.trips import OrdinaryCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
 from kvd.config import Config
 from kvd.core.machine import SCHEDULER, Complete, HandshakeFailed, LocalCall
@@ -167,26 +168,25 @@ class Engine:
             bound: the keys whose arrays are the store's.
             slice_bytes: the size of the slices in this cluster.
         """
+        ordinary = OrdinaryCalls(
+            self._calls,
+            self._users,
+            self.submit,
+            self.wait,
+            self.take_back,
+            answer_s=self.config.request_timeout_s,
+            round_s=self.config.round_timeout_s,
+        )
         return ExpressWay(
             self.machine,
             self._driver,
             self.transport,
             self._waiter,
-            self._calls,
             self._users,
             bound,
-            self.submit,
-            self.wait,
-            self.take_back,
+            ordinary,
             slice_bytes=slice_bytes,
-            answer_s=self.config.request_timeout_s,
-            round_s=self.config.round_timeout_s,
         )
-
-    @property
-    def is_well(self) -> bool:
-        """Whether calls can be made: it was not stopped, has not failed, and this is not a child process."""
-        return self._failure is None and not self._closed and self._pid == os.getpid()
 
     def wait(self, promise: Promise, timeout_s: float | None) -> None:
         """Reads the links to the servers of this host until the call ends or the time is up. Returns early if there

@@ -18,12 +18,12 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Target, check_alike
+from kvd.client.calls.values import Target, check_alike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.express import ExpressWay, PreparedCall, single_of
+from kvd.client.cluster.express import ExpressWay, single_of
 from kvd.client.cluster.held_versions import HeldVersions
 from kvd.client.cluster.new_values import NewValues
 from kvd.client.cluster.plain_calls import PlainCall, PlainCalls
@@ -33,6 +33,7 @@ from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item, TakenForm
 from kvd.errors import RemoteError
+from kvd.protocol.messages import BIGGEST
 
 NO_KEYS = KeyList([], True)
 
@@ -64,6 +65,7 @@ class ClusterValues:
     ) -> None:
         self._engine = engine
         self._arguments = arguments
+        self._unobserved = unobserved
         self._watched = unobserved.watch
         self._steps = steps
         self._restored = restored
@@ -261,29 +263,33 @@ class ClusterValues:
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
     ) -> Any:
+        may_repeat = type(priority) is type(samples) is int and samples == 1 and -BIGGEST <= priority <= BIGGEST
         single = None
-        if type(priority) is type(samples) is int and priority == 0 and samples == 1 and not (cast or view):
+        if may_repeat and not cast and self._compression.current is None:
             single = single_of(key, value, value if out is None else out)
-        if single is not None and self._compression.current is None:
-            prepared = self._express.find(*single)
-            if prepared is not None and self._engine.is_well:
-                self._pushpull_express(prepared, *single)
-                return single[2] if type(key) is str else [single[2]]
-        result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
-        if single is not None and self._compression.current is None:
-            self._express.prepare(*single[:2])
-        return result
-
-    def _pushpull_express(self, prepared: PreparedCall, name: str, value: Array, out: Array) -> None:
-        names = (name,)
-        self._arguments.raise_unobserved(names)
-        if not self._steps.take_pushes(names):  # a step that is made again has pushed it before
+        if single is None:
+            return self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+        written, source, target = single
+        if view and self._express.is_prepared(written):
+            target = np.empty(source.shape, source.dtype)
+        call = self._express.find(written, source, target)
+        if call is None:
+            result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+            self._express.prepare(written, source)
+            return result
+        name = call.item.key
+        if self._unobserved.failed:
+            self._unobserved.raise_for((name,))
+        if self._steps.take_pushes((name,)):
+            handle = self._express.run(call, source, target, self._steps.place, priority)
+            if handle is not None:
+                self._watched((name,), handle).wait()
+        else:  # a step that is made again has pushed it before
             keys = KeyList([name], False)
-            self._pull_into(keys, self._arguments.targets(keys, out), out, 0).wait()
-            return
-        handle = self._express.run(prepared, value, out, self._steps.place)
-        if handle is not None:
-            self._watched(names, handle).wait()
+            self._pull_into(keys, self._arguments.targets(keys, target), target, priority).wait()
+        if view:
+            target.flags.writeable = False
+        return [target] if type(key) in (list, tuple) else target
 
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""

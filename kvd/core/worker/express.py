@@ -37,7 +37,7 @@ class Repeated:
     Attributes:
         item: the key and its spec.
         peer: the server that leads its one slice.
-        generation: of the lane, when this was found out.
+        generation: of the lane, when this was found out last.
         becomes_ordinary_s: seconds after which a call in flight becomes an ordinary one at the latest.
         request, clock, step, settled: of the message of the call that began last; its batch is that of `plan`.
         begun: when that was.
@@ -101,11 +101,11 @@ class Express:
         """Begins a call, whose numbers are in `repeated`; its message must leave before the machine's next step. False:
         nothing was done, and the call goes the general way."""
         lane = self._lane
-        if self.in_flight is not None or lane.is_busy or lane.is_due(now):
+        if self.in_flight is not None or not lane.is_free(now):
             return False
         if repeated.generation != lane.generation and not self._is_still(repeated):
             return False
-        repeated.clock = clock = repeated.key.window.clock + 1
+        repeated.clock = clock = repeated.key.clock + 1
         repeated.step, repeated.settled = self._steps.alone(clock)
         repeated.request = self._asker.next_number
         repeated.begun, repeated.make_call = now, make_call

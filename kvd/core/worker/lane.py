@@ -258,6 +258,11 @@ class Lane:
         """Whether any part of the machine has something to do, the session with the scheduler too."""
         return self.others_due_at is None or now >= self.others_due_at or now >= self.session_due_at
 
+    def is_free(self, now: float) -> bool:
+        """Whether no call is in flight, and no part of the machine has something to do."""
+        due_at = self.others_due_at
+        return self._flight is None and due_at is not None and now < due_at and now < self.session_due_at
+
     def adopt(self, flight: Flight, due_at: float) -> None:
         """Goes on with a call that was begun elsewhere, while nothing else is in flight."""
         self._flight, self.due_at = flight, due_at

@@ -44,10 +44,11 @@ class StepCounter:
         settled = step - 1 if oldest is None else min(oldest.step, step) - 1
         return Steps(step, settled if settled >= self._first else 0)
 
-    def alone(self, clock: int) -> Steps:
-        """What a push under this clock says when it starts while no other is open. It does not count yet."""
-        step = max(self._newest, clock)
-        return Steps(step, step - 1 if 0 < self._first < step else 0)
+    def alone(self, clock: int) -> tuple[int, int]:
+        """What a push under this clock says, as `Steps` has it, when it starts while no other is open. It does not
+        count yet."""
+        step = self._newest if self._newest > clock else clock
+        return step, step - 1 if 0 < self._first < step else 0
 
     def passed(self, step: int) -> None:
         """A push of this step, see `alone`, is settled."""
