@@ -1,6 +1,7 @@
 """How many functions of Python one operation calls: what small values cost, whatever the machine is doing besides.
 
-The limits are what was found, and a tenth more: a change that exceeds them has made every small push slower.
+The limits are what was found, and a tenth more: a change that exceeds them has made every small push slower. How many a
+server calls for many in flight depends on how many of them come with one read: 64 to 130.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def listed(keys: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
         pytest.param(pushpull, 58, 138, id="1 KiB"),
         pytest.param(listed(10), 195, 250, id="a list of ten"),
         pytest.param(listed(500), 240, 440, id="a list of five hundred"),
-        pytest.param(in_flight, 100, 110, id="many in flight"),
+        pytest.param(in_flight, 100, 150, id="many in flight"),
     ],
 )
 def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:
