@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.core.machine import JobDone
+from kvd.core.machine import JobDone, LinkPeer
 from kvd.core.server.express import ExpressRounds
 from kvd.core.server.lane import PushLane
 from kvd.node.jobs import JobRunner
-from kvd.node.server_express import RepeatedPushes
+from kvd.node.server_express import MOST_WAITING, RepeatedPushes
+from kvd.protocol.envelope import Decoded
+from kvd.protocol.fixed import PUSH_NBYTES, values_header
+from kvd.protocol.messages import ADD, Epoch, PushBatch
 from kvd.testing.cluster import LocalCluster
+from kvd.transport.frames import INLINE, prefix_of
 from kvd.transport.link import Link
 
 STEPS = 24
@@ -164,17 +168,31 @@ def test_without_links_they_are_held_as_messages(frames: list[bytes], monkeypatc
     assert len(held) - held.count(None) > STEPS
 
 
-def test_answers_to_calls_that_came_together_leave_together(
-    frames: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent = []
-    send_frames = Link.send_frames
+class Recording:
+    """A link that records what it sends."""
 
-    def noting(link: Link, data: bytes) -> bool:
-        sent.append(len(data))
-        return send_frames(link, data)
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
 
-    monkeypatch.setattr(Link, "send_frames", noting)
-    run(in_flight)
-    assert len(sent) < len(frames)
-    assert max(sent) > min(sent)
+    def send_frames(self, frames: bytes) -> bool:
+        self.sent.append(frames)
+        return True
+
+
+def test_answers_to_calls_that_came_together_leave_together() -> None:
+    link: Any = Recording()
+    way: Any = None
+    decoded = Decoded(1, Epoch(2, 3), PushBatch(4, 5, 6, ADD, 1, True), 7)
+    pushes = RepeatedPushes(way, LinkPeer("one"), link, bytes(PUSH_NBYTES), decoded, 8)
+    value = np.arange(8, dtype=np.uint8)
+    headers = [values_header(9, Epoch(2, 3), 7, request, 1) for request in range(MOST_WAITING + 2)]
+    whole = [prefix_of(INLINE, 0, len(header), 8) + header + value.tobytes() for header in headers]
+    for header in headers[:2]:
+        assert pushes.answer(header, value)
+    assert link.sent == []
+    pushes.send_answers()
+    pushes.send_answers()
+    assert link.sent == [whole[0] + whole[1]]
+    for header in headers[2:]:  # so many do not wait
+        assert pushes.answer(header, value)
+    assert link.sent[1:] == [b"".join(whole[2:])]

@@ -15,7 +15,7 @@ from kvd.testing.cluster import LocalCluster
 from kvd.transport.remote_segments import reference_to
 from tests.parallel.group_harness import Groups, assert_same, weights_of
 
-SIZE, WIDTH, HIDDEN = 8, 5, 1200  # the first weight is large enough for shared memory
+SIZE, WIDTH, HIDDEN = 8, 5, 4000  # the first weight is large enough for shared memory
 NETWORK = Sequential(Dense(HIDDEN), Tanh(), Dense(3), SoftmaxCrossEntropy())
 PARAMS = NETWORK.initialize((SIZE, WIDTH), seed=2)
 RULE = kvd.optimizer.SGD(0.2, momentum=0.9)
