@@ -221,8 +221,6 @@ class Incoming:
         self._descriptors: deque[int] = deque()
         self.take: Callable[[], Frame | None] = self._frames.take
         """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""
-        self.take_like: Callable[[bytes | bytearray, int], bytes | None] = self._frames.take_like
-        """See `FrameAssembler.take_like`."""
         self.take_all_like: Callable[[bytes, int, int], list[bytes]] = self._frames.take_all_like
         """See `FrameAssembler.take_all_like`."""
 

@@ -51,10 +51,6 @@ class PlainIncoming:
         """Whether something was read that was not taken."""
         return not self._frames.is_empty
 
-    def take_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
-        """See `FrameAssembler.take_like`."""
-        return self._frames.take_like(head, rest_nbytes)
-
     def take_all_like(self, head: bytes, rest_nbytes: int, limit: int) -> list[bytes]:
         """See `FrameAssembler.take_all_like`."""
         return self._frames.take_all_like(head, rest_nbytes, limit)

@@ -1,4 +1,4 @@
-"""Frames of a link that begin alike go to whoever takes them, in their order among the others."""
+"""Frames of a link that begin alike go to a taker of their own, in their order among the others."""
 
 from __future__ import annotations
 
