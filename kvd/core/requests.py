@@ -252,9 +252,12 @@ class Flush:
 
     Attributes:
         kept: wait also for pushes whose callers were told not to wait, though the servers keep them.
+        past_deaths: wait also for pushes whose rounds lack a worker that died, since it may be restarted; otherwise the
+            flush ends with NodeLost as soon as a server says so.
     """
 
     kept: bool = True
+    past_deaths: bool = True
 
 
 @dataclass(frozen=True, slots=True)

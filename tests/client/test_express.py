@@ -363,6 +363,7 @@ def test_workers_that_wait_for_each_other_are_told(taken: Taken) -> None:
                 store.pushpull(key, value)
         with pytest.raises(kvd.errors.Deadlock) as raised:
             store.pushpull("ab"[store.rank], value)
+        store.barrier()  # both were told: the push of one would end the call of the other
         store.push("ba"[store.rank], value)
         return raised.value.waits
 

@@ -12,6 +12,7 @@ import pytest
 import kvd
 from kvd.client.facades.blocking import backend_of
 from kvd.errors import (
+    NodeLost,
     NotAllowed,
     RequestTimeout,
 )
@@ -72,6 +73,22 @@ def test_flush_times_out_and_the_push_goes_on(pair: Pair) -> None:
     other.push("w", ones())
     one.flush()
     assert one.pull("w").tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("end", ["flush", "join", "close"])
+def test_who_waits_for_a_worker_that_died_is_told(end: str) -> None:
+    """The push is kept in case it comes back, and nobody waits longer than it takes to be declared dead."""
+    with LocalCluster(2, 1, **QUICK) as cluster:
+        one, other = cluster.open_stores()
+        made = [store.init_async("w", np.zeros(4, np.float32)) for store in (one, other)]
+        for handle in made:
+            handle.wait()
+        one.push("w", ones())
+        with pytest.raises(ValueError), other:
+            raise ValueError
+        with pytest.raises(NodeLost, match=f"worker {other.rank}") as raised:
+            getattr(one, end)()
+        assert raised.value.node == f"worker {other.rank}"
 
 
 def test_a_worker_that_joins_out_of_the_rounds_is_not_waited_for() -> None:

@@ -8,13 +8,7 @@ import pytest
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Connect, Disconnect, Span
-from kvd.errors import (
-    BarrierBroken,
-    NodeLost,
-    NotAllowed,
-    ProtocolError,
-    ShapeMismatch,
-)
+from kvd.errors import BarrierBroken, NodeLost, NotAllowed, ProtocolError, ShapeMismatch
 from kvd.protocol.messages import (
     Command,
     CommandResult,
@@ -94,6 +88,26 @@ def test_a_push_that_the_server_keeps_ends_its_call_and_counts_later() -> None:
     harness.reply(send, Done)
     assert harness.result(before[0]) is None
     assert harness.result(harness.call(requests.Flush())) is None
+
+
+def test_a_flush_may_end_when_a_worker_of_a_round_is_dead() -> None:
+    harness = ready("w")
+    push = harness.push("w")
+    patient, other = harness.call(requests.Flush()), harness.call(requests.Flush(past_deaths=False))
+    send: Any = harness.take(Push)
+    lost = (NodeName("worker", 1),)
+    refused = Refused(send.message.request, ErrorCode.NODE_LOST, "w waits for worker 1, which died", "w", nodes=lost)
+    harness.say(send.peer, refused)
+    assert isinstance(harness.error(push), NodeLost)
+    assert str(harness.error(other)) == "w waits for worker 1, which died"
+    assert patient not in harness.done
+    later = harness.call(requests.Flush(past_deaths=False))
+    assert later not in harness.done  # the worker may be back by now: the next probe tells
+    harness.say(send.peer, refused)
+    assert isinstance(harness.error(later), NodeLost)
+    last = harness.call(requests.Flush(past_deaths=False))
+    harness.reply(send, Done)
+    assert harness.result(patient) is harness.result(last) is None
 
 
 def test_barriers_count_their_generations_by_name() -> None:

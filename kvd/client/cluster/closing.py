@@ -38,7 +38,7 @@ class ClusterClosing:
         self._steps.ended()
 
         async def work() -> None:
-            await self._engine.call(requests.Flush(), within=deadline)
+            await self._engine.call(requests.Flush(past_deaths=False), within=deadline)
             await self._snapshots.written(deadline)
             await self._engine.call(requests.Depart(Departure.DONE), within=deadline)
             if barrier:

@@ -27,7 +27,7 @@ class ClusterRounds:
 
     def flush(self, timeout: float | None) -> Handle:
         async def work() -> None:
-            await self._engine.call(requests.Flush(), timeout)
+            await self._engine.call(requests.Flush(past_deaths=False), timeout)
             self._unobserved.raise_for(None)
 
         return Handle(self._engine.run(work()), what="flush")
@@ -42,7 +42,7 @@ class ClusterRounds:
             return self._stand_by(checks.barrier_name("until", until, "the point until which join waits"), deadline)
 
         async def work() -> None:
-            await self._engine.call(requests.Flush(), within=deadline)
+            await self._engine.call(requests.Flush(past_deaths=False), within=deadline)
             await self._engine.call(requests.Depart(Departure.DONE), within=deadline)
 
         return Handle(self._engine.run(work()), what="join")
@@ -51,7 +51,7 @@ class ClusterRounds:
         point = self._steps.point()
 
         async def work() -> None:
-            await self._engine.call(requests.Flush(), within=deadline)
+            await self._engine.call(requests.Flush(past_deaths=False), within=deadline)
             if point.place is not None:
                 await self._engine.call(requests.ComeTo(point.place), within=deadline)
             steps = await self._engine.call(requests.StandBy(name, point.steps), within=deadline)

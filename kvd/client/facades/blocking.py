@@ -262,7 +262,11 @@ class KVStore(StoreProperties, KVStoreBase):
     # ── rounds and barriers ──
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits until every push so far is acknowledged, and raises their first unobserved error."""
+        """Waits until every push so far is acknowledged, and raises their first unobserved error.
+
+        Raises:
+            NodeLost: a push waits for a worker that died. The servers keep it: it counts if that worker is restarted.
+        """
         self._blocking().rounds.flush(timeout).wait()
 
     def barrier(self, name: str = "", timeout: float | None = None) -> None:
@@ -287,6 +291,7 @@ class KVStore(StoreProperties, KVStoreBase):
         Raises:
             BarrierBroken: with `until`: its `missing` names the workers that died before they came. This one still
                 stands by: call it again when they are back.
+            NodeLost: a push waits for a worker that died, as in `flush`. This one is still in the rounds.
             NotAllowed: with `until`: in a loop over `steps`, or in two threads at once.
         """
         self._blocking().rounds.join(until).wait()

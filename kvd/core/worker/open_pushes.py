@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvd.core import requests
 from kvd.core.worker.calls import WAITING, Call, CallBook
 from kvd.core.worker.keys import WorkerKey
+from kvd.errors import KvdError, NodeLost
 
 
 @dataclass(slots=True, eq=False)
@@ -16,8 +17,8 @@ class _Flush:
     """A flush, and how many of its pushes are still open."""
 
     call: Call
+    request: requests.Flush
     remaining: int
-    kept: bool  # whether it waits for kept pushes, too
 
 
 class OpenPushes:
@@ -68,14 +69,17 @@ class OpenPushes:
         if self._holds_back:
             self._release(push.place)
 
-    def keep(self, push: Call) -> None:
-        """The servers keep the push: flushes that do not wait for such pushes go on."""
+    def keep(self, push: Call, error: KvdError) -> None:
+        """The servers keep the push, and refused to let its caller wait with `error`, a NodeLost if a worker of its
+        round is dead: flushes that do not wait for such pushes go on, or end."""
         push.is_kept = True
         flushes = self._flushes.get(push, ())
-        self._flushes[push] = tuple([flush for flush in flushes if flush.kept])
+        self._flushes[push] = tuple([flush for flush in flushes if flush.request.kept])
         for flush in flushes:
-            if not flush.kept:
+            if not flush.request.kept:
                 self._done(flush)
+            elif isinstance(error, NodeLost) and not flush.request.past_deaths:
+                self._calls.complete(flush.call, error=error)
 
     # ── one place after the other ──
 
@@ -114,7 +118,7 @@ class OpenPushes:
         if not pushes:
             self._calls.complete(call)
             return
-        flush = _Flush(call, len(pushes), request.kept)
+        flush = _Flush(call, request, len(pushes))
         for push in pushes:
             self._flushes[push] = (*self._flushes[push], flush)
 

@@ -301,8 +301,8 @@ class Transfer:
             self._copy_values(progress, plan, message, event)
         elif isinstance(message, Refused):
             error = self._asker.error_of(event)
-            if transfer.push and is_kept(message):  # it is answered later
-                self._pushes.keep(call)
+            if error is not None and transfer.push and is_kept(message):  # it is answered later
+                self._pushes.keep(call, error)
                 self._calls.complete(call, error=error)
                 return
             if message.taken is not Taken.NOTHING:
