@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from rich.console import Console
 
-from benchmarks import figures, floor, limits, machine, report
+from benchmarks import distance, figures, floor, limits, machine, report
 from benchmarks.arguments import checkout, new_file, positive, some_of, works
 from benchmarks.systems import (
     KVD_WAYS,
@@ -35,6 +35,9 @@ DEFAULT_WAYS: Final = ("auto", "tcp", "bound")
 PEERS: Final = tuple(PEER_ENVIRONMENTS)
 FAILED: Final = 1
 
+Started: TypeAlias = tuple[System, str, int, Outcome]
+"""A system, its optimizer, the number of the round, and what came of it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, draw and write. The exit code is 0 if every start of kvd gave figures."""
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (system, mode, number, start(system, effort, mode, number))
         for system, mode, number in turns([*ours, *earlier, *peers], effort, options.modes, options.rounds)
     ]
-    found = _findings(effort, limits_found, [outcome for *_, outcome in outcomes])
+    found = _findings(effort, limits_found, outcomes)
     report.show(found, Console())
     if options.plot is not None:
         _draw(options.plot, effort, found.summaries)
@@ -62,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if of_kvd and not any(outcome.failure for outcome in of_kvd) else FAILED
 
 
-def _findings(effort: Effort, limits_found: dict[str, float], outcomes: Sequence[Outcome]) -> report.Findings:
+def _findings(effort: Effort, limits_found: dict[str, float], started: Sequence[Started]) -> report.Findings:
+    outcomes = [outcome for *_, outcome in started]
     summaries = figures.summaries(row for outcome in outcomes for row in outcome.rows)
     floors = {
         (summary.mode, summary.name): floor.least_us(summary.bytes, effort.workers, limits_found)
@@ -75,7 +79,17 @@ def _findings(effort: Effort, limits_found: dict[str, float], outcomes: Sequence
         ratios=figures.ratios(summaries),
         floors_us={key: least_us for key, least_us in floors.items() if least_us is not None},
         peaks=figures.peaks(role for outcome in outcomes for role in outcome.roles),
+        cores_gb_s=_distances(started),
     )
+
+
+def _distances(started: Sequence[Started]) -> dict[str, list[float]]:
+    """How far apart the cores were at the starts of each system."""
+    found: dict[str, list[float]] = {}
+    for system, _, _, outcome in started:
+        if outcome.cores_gb_s:
+            found.setdefault(system.name, []).extend(outcome.cores_gb_s)
+    return found
 
 
 def _draw(file: Path, effort: Effort, summaries: Sequence[figures.Summary]) -> None:
@@ -106,15 +120,15 @@ def turns(
 def start(system: System, effort: Effort, mode: str, number: int) -> Outcome:
     """Start a system once. Say so, and say why if it fails."""
     say(f"round {number + 1}: {system.name}, optimizer {mode}")
+    before = distance.gb_s()
     outcome = system.start(effort, mode, number)
     if outcome.failure:
         say(f"{system.name} failed: {outcome.failure}\n{outcome.complaints}".rstrip())
-    return outcome
+    around = before, distance.gb_s()
+    return dataclasses.replace(outcome, cores_gb_s=tuple(gb_s for gb_s in around if gb_s is not None))
 
 
-def _document(
-    effort: Effort, found: report.Findings, outcomes: Sequence[tuple[System, str, int, Outcome]]
-) -> dict[str, Any]:
+def _document(effort: Effort, found: report.Findings, outcomes: Sequence[Started]) -> dict[str, Any]:
     """The content of the file. It names no host, user or directory, because it is meant to be shared."""
     failures = [
         {"system": system.name, "mode": mode, "round": number, "failure": outcome.failure}
@@ -130,6 +144,10 @@ def _document(
         "floors": [{"mode": mode, "name": name, "least_us": us} for (mode, name), us in found.floors_us.items()],
         "rows": [dataclasses.asdict(row) for *_, outcome in outcomes for row in outcome.rows],
         "roles": [role for *_, outcome in outcomes for role in outcome.roles],
+        "starts": [
+            {"system": system.name, "mode": mode, "round": number, "cores_gb_s": outcome.cores_gb_s}
+            for system, mode, number, outcome in outcomes
+        ],
         "failures": failures,
     }
 

@@ -40,6 +40,7 @@ class Findings:
         limits: of the machine.
         floors_us: the least time of a step of a work; only of works and modes that have such a limit.
         peaks: (system, mode, role) → peak memory in bytes.
+        cores_gb_s: system → GB/s from core to core before and after its starts (`benchmarks.distance`).
     """
 
     limits: dict[str, float]
@@ -47,6 +48,7 @@ class Findings:
     ratios: Sequence[Ratio]
     floors_us: Mapping[tuple[str, str], float]
     peaks: Mapping[tuple[str, str, str], int]
+    cores_gb_s: Mapping[str, Sequence[float]]
 
 
 def show(found: Findings, console: Console) -> None:
@@ -55,6 +57,9 @@ def show(found: Findings, console: Console) -> None:
     print_table(console, ("limit of this machine", ""), [(LIMITS[name], f"{found.limits[name]:.3g}") for name in known])
     print_table(console, HEADINGS, lines(found.summaries, found.ratios, found.floors_us))
     console.print(EXPLANATION, soft_wrap=True)
+    if found.cores_gb_s:
+        console.print()
+        print_spreads(console, "core to core, GB/s", found.cores_gb_s, 0)
     if found.peaks:
         console.print()
         print_table(console, PEAK_HEADINGS, [(*key, f"{nbytes / 1e6:.0f}") for key, nbytes in found.peaks.items()])

@@ -36,10 +36,14 @@ MODE: Final = "none"
 SPARE: Final = 0.9
 """The part of the free memory that may be used."""
 
-HEADINGS: Final = ("system", "min", "median", "max", "× first", "MB/s", "CPU s/GB", "worker, MB", "server, MB")
+HEADINGS: Final = (
+    *("system", "min", "median", "max", "× first", "MB/s", "CPU s/GB"),
+    *("worker, MB", "server, MB", "core to core"),
+)
 EXPLANATION: Final = (
     "Times of one step: of each start its median; then the minimum, median and maximum of these. × first: the median "
-    "by the first of the same system. MB/s: pushed by all workers together; as many come back. Memory: the peak."
+    "by the first of the same system. MB/s: pushed by all workers together; as many come back. Memory: the peak. "
+    "Core to core: GB/s at which one reads what the other has just written, before and after the starts."
 )
 
 
@@ -171,8 +175,13 @@ def lines(points: Sequence[Point], starts: Sequence[Start]) -> list[tuple[str, .
         peaks = figures.peaks(role for one in here for role in one.outcome.roles)
         for summary in figures.summaries(row for one in here for row in one.outcome.rows):
             first = first_us.setdefault(summary.system, summary.p50_us.median)
-            found.append((point.at, *_cells(point, summary, first, peaks)))
+            cores_gb_s = [gb_s for one in here if one.system.name == summary.system for gb_s in one.outcome.cores_gb_s]
+            found.append((point.at, *_cells(point, summary, first, peaks), _range_text(cores_gb_s)))
     return found
+
+
+def _range_text(values: Sequence[float]) -> str:
+    return f"{min(values):.0f} to {max(values):.0f}" if values else ""
 
 
 def _cells(point: Point, summary: Summary, first_us: float, peaks: dict[tuple[str, str, str], int]) -> tuple[str, ...]:
@@ -198,6 +207,7 @@ def _document(starts: Sequence[Start]) -> list[dict[str, Any]]:
             "system": one.system.name,
             "round": one.round,
             "failure": one.outcome.failure,
+            "cores_gb_s": one.outcome.cores_gb_s,
             "rows": [dataclasses.asdict(row) for row in one.outcome.rows],
             "roles": one.outcome.roles,
         }

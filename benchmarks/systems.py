@@ -47,12 +47,14 @@ class Outcome:
         roles: what kvd says about its own processes; empty for a peer.
         failure: what went wrong, in words; empty if nothing did.
         complaints: the last lines of what a failed one wrote to standard error.
+        cores_gb_s: GB/s from core to core before and after it, as far as that is known (`benchmarks.distance`).
     """
 
     rows: list[Row]
     roles: list[dict[str, Any]]
     failure: str = ""
     complaints: str = ""
+    cores_gb_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,13 +113,14 @@ class Outbox:
     Attributes:
         unstaged: the pushes whose bytes may not have arrived.
         activity: grows whenever a request is added or settled.
+        credit_bytes, small_push_bytes: as they were given.
     """
 
     def __init__(self, credit_bytes: int, small_push_bytes: int = SMALL_PUSH_BYTES) -> None:
         self.unstaged = 0
         self.activity = 0
         self.credit_bytes = credit_bytes
-        self._small_push_bytes = small_push_bytes
+        self.small_push_bytes = small_push_bytes
         self._asks_staged = False  # a call waits until all pushes are staged
         self._queues: dict[Peer, _PeerQueue] = {}
         self._entries: dict[int, Entry] = {}
@@ -146,7 +147,7 @@ class Outbox:
             entry.siblings.add(entry)
         if entry.pushes:
             self.unstaged += 1
-            if entry.nbytes <= self._small_push_bytes:
+            if entry.nbytes <= self.small_push_bytes:
                 entry.is_small, entry.nbytes = True, 0
         self._enqueue(entry)
 
@@ -166,6 +167,16 @@ class Outbox:
                     if self._asks_staged and entry.is_small:
                         sends.append(_probe(entry))
         return sends
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether any request that takes no credit would leave at once, and no probe with it."""
+        if self._asks_staged:
+            return False
+        for queue in self._queues.values() if self._entries else ():
+            if queue.ready or queue.in_flight > queue.credit:
+                return False
+        return True
 
     def in_order(self, sends: Sequence[Send]) -> list[Send]:
         """The sends as `pump` would give them, if all had the same priority: peer by peer."""

@@ -45,18 +45,18 @@ class Background:
 
     def reset_state(self, effect: ResetState, run: int) -> None:
         """Another optimizer is set for slices of this run."""
-        self._runner(run).reset(effect.slices)
+        self.runner(run).reset(effect.slices)
 
     def forget_state(self, effect: ForgetState, run: int) -> None:
         """Slices of this run are deleted."""
-        self._runner(run).forget(effect.slices)
+        self.runner(run).forget(effect.slices)
 
     def drop_run(self, effect: DropRun) -> None:
         self._runners.pop(effect.run, None)
 
     def run_job(self, job: Job, run: int) -> None:
         """Runs a job of this run."""
-        runner = self._runners.get(run) or self._runner(run)
+        runner = self.runner(run)
         if self._holding is not None and not (type(job) is ReadRows and job.ids_nbytes <= FEW_IDS_NBYTES):
             self._holding.pass_on()
         if self._executor is None or not isinstance(job, Run):
@@ -76,7 +76,8 @@ class Background:
         if self._saver is not None:
             self._saver.stop()
 
-    def _runner(self, run: int) -> JobRunner:
+    def runner(self, run: int) -> JobRunner:
+        """What runs the jobs of this run."""
         runner = self._runners.get(run)
         if runner is None:
             assert self._new_runner is not None

@@ -53,7 +53,7 @@ from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
 from kvd.node.sending import MessageSender
-from kvd.node.threads import FastStep, Stepper, report_failed_effect
+from kvd.node.threads import Stepper, report_failed_effect
 from kvd.node.whole_buffers import scatter
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
@@ -81,12 +81,12 @@ class Driver:
         on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
         holding: lets messages of a daemon wait for the next one to the same peer; None: they do not wait.
-        fast_step: see `Stepper`.
 
     Attributes:
         machine: the role.
         stepper: steps the machine, and says when another part may look into it.
         sender, receiver: of messages.
+        background: runs jobs.
         feed: gives the machine an event, from any thread, and carries out its effects: `Stepper.feed`.
     """
 
@@ -103,7 +103,6 @@ class Driver:
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
         holding: Holding | None = None,
-        fast_step: FastStep | None = None,
     ) -> None:
         self.machine = machine
         self._transport = transport
@@ -111,11 +110,11 @@ class Driver:
         self._on_census = on_census
         self._on_halt = on_halt
         self._on_stop = on_stop
-        self.stepper = Stepper(machine, holding, fast_step)
+        self.stepper = Stepper(machine, holding)
         self.feed: Callable[[Event], None] = self.stepper.feed
         self.sender = MessageSender(machine, transport, self.stepper)
         self.receiver = MessageReceiver(self.stepper, self.sender)
-        self._background = Background(self.stepper, new_runner, executor, persist, holding)
+        self.background = Background(self.stepper, new_runner, executor, persist, holding)
 
         self._actions = self._table_of_actions()
 
@@ -126,7 +125,7 @@ class Driver:
 
     def stop(self, linger_s: float = 0.5) -> None:
         """Stops. Messages still queued get `linger_s` to leave."""
-        self._background.stop()
+        self.background.stop()
         self.stepper.stop(lambda: self._transport.close(linger_s))
 
     def _table_of_actions(self) -> dict[type[Any], Callable[[Any], None]]:
@@ -136,8 +135,8 @@ class Driver:
             Send: self.sender.send_own,
             Connect: self._connect,
             Disconnect: lambda effect: self._transport.disconnect(effect.peer),
-            DropRun: self._background.drop_run,
-            Persist: self._background.save_record,
+            DropRun: self.background.drop_run,
+            Persist: self.background.save_record,
             Copy: copy_rows,
             Scatter: scatter,
             Census: self._census,
@@ -162,11 +161,11 @@ class Driver:
     def _of_a_run(self, effect: Any, run: int) -> None:
         kind = type(effect)
         if kind in _JOBS:
-            self._background.run_job(effect, run)
+            self.background.run_job(effect, run)
         elif kind is ResetState:
-            self._background.reset_state(effect, run)
+            self.background.reset_state(effect, run)
         elif kind is ForgetState:
-            self._background.forget_state(effect, run)
+            self.background.forget_state(effect, run)
         else:
             self._actions[kind](effect)
 

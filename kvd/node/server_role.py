@@ -25,6 +25,7 @@ from kvd.node.handshakes import watch_handshake
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.jobs import JobRunner
 from kvd.node.memory import keep_freed_memory
+from kvd.node.server_express import ServerExpress
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
@@ -89,8 +90,12 @@ class ServerRole:
             on_halt=on_halt,
             on_stop=on_stop,
             holding=transport.holding,
-            fast_step=machine.fast_step,
         )
+        driver = self._driver
+        express = ServerExpress(
+            machine, transport, driver.stepper, driver.sender, driver.background.runner, driver.receiver.receive
+        )
+        driver.receiver.take_push = express.take
         return self._driver
 
     def _wanted(self) -> Settings:

@@ -30,7 +30,8 @@ the program's thread steps the machine, sends, and reads the answer itself. Thre
 2. Effects are carried out in the order of their steps. If a step off the loop gives an effect that belongs to the loop,
    its effects, and those of every later step, are deferred until the loop has carried them out.
 3. The links are read by the loop or by one waiting thread, never by both. The waiting thread pauses the loop's reading
-   with one system call, and resumes it when it stops waiting, whatever the reason.
+   with one system call, and resumes it when it stops waiting, whatever the reason; between calls of the express way the
+   loop stays paused, until a message leaves that may be answered, or for a moment (`kvd.transport.loop_pause`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from kvd.core.machine import (
     Complete,
@@ -62,6 +63,7 @@ from kvd.core.machine import (
 from kvd.errors import KvdError
 from kvd.node.timer import DeadlineTimer
 from kvd.observe.log import event
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.holding import Holding
 from kvd.transport.host import HostTransport
 from kvd.transport.link import Link
@@ -73,8 +75,6 @@ _ONLY_ON_THE_LOOP = frozenset({Connect, Disconnect, Persist, Halt, Stop, InRun})
 
 logger = logging.getLogger("kvd.node")
 
-FastStep: TypeAlias = Callable[[Event], list[Effect] | None]
-
 
 class Stepper:
     """Steps one machine with the events of all threads, and carries out its effects.
@@ -82,14 +82,12 @@ class Stepper:
     Args:
         machine: only the thread that holds the stepping lock touches it.
         holding: lets answers of a daemon wait until all that belongs to an event is done; None: they do not wait.
-        fast_step: a shorter way for some events, on the loop: it gives their effects, or None and has done nothing.
     """
 
-    def __init__(self, machine: Machine, holding: Holding | None = None, fast_step: FastStep | None = None) -> None:
+    def __init__(self, machine: Machine, holding: Holding | None = None) -> None:
         self.now: Callable[[], float] = time.monotonic
         """The clock of the machine, in seconds: the loop's, once it has started."""
         self._machine = machine
-        self._fast_step = fast_step
         self._holding = holding
         self._actions: Mapping[type[Any], Callable[[Any], None]] = {}
         self._events: deque[Event] = deque()
@@ -124,38 +122,8 @@ class Stepper:
     def feed(self, happened: Event) -> None:
         """Gives the machine an event and carries out its effects, unless another thread is stepping: then that thread
         does both."""
-        if self._fast_step is None or self._events or self._deferred or not self._takes_fast_step(happened):
-            self._events.append(happened)
-        if self._events:
-            self._pump()
-
-    def _takes_fast_step(self, happened: Event) -> bool:
-        """On the loop, with nothing else to do: whether the machine has taken the event by a fast step. It takes the
-        ends of the jobs in the same way that this causes."""
-        if threading.get_ident() != self._loop_thread or not self._stepping.acquire(blocking=False):
-            return False
-        try:
-            if self._stopped or self._events or not self._step_fast(happened):
-                return False
-            while self._events:
-                happened = self._events.popleft()
-                if not self._step_fast(happened):
-                    self._events.appendleft(happened)
-                    break
-            return True
-        finally:
-            self._stepping.release()
-
-    def _step_fast(self, happened: Event) -> bool:
-        assert self._fast_step is not None
-        try:
-            effects = self._fast_step(happened)
-        except Exception as error:  # noqa: BLE001  see `_step`
-            self._report_failed_step(happened, error)
-            return True
-        if effects:
-            self._carry_out(effects)
-        return effects is not None
+        self._events.append(happened)
+        self._pump()
 
     def enter(self) -> bool:
         """Keeps others from stepping the machine until `leave`, which must come soon. False: another thread is stepping
@@ -277,6 +245,7 @@ class LinkWaiter:
         self._turn = threading.Lock()
         self._reader = 0  # the thread that reads, or is about to
         self._wake_fd = -1  # an eventfd that ends a poll of the reader
+        self._is_closed = False
 
     def wait(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
         """Reads until `awaited` is done, the time is up or `interrupt` came. Returns at once if another thread is the
@@ -290,14 +259,14 @@ class LinkWaiter:
 
     def begin(self) -> bool:
         """This thread is the reader until `end`, and the loop's reading is paused. False: another thread is the
-        reader."""
-        if not self._turn.acquire(blocking=False):
+        reader, or the waiter is closed."""
+        if self._is_closed or not self._turn.acquire(blocking=False):
             return False
         try:
             if self._wake_fd < 0:
                 self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._reader = threading.get_ident()
-            self._links.pause_loop()
+            self._links.pause.begin()
         except BaseException:  # there are too many open files
             self._reader = 0
             self._turn.release()
@@ -306,21 +275,20 @@ class LinkWaiter:
 
     def end(self) -> None:
         self._reader = 0
-        self._links.resume_loop()
+        self._links.pause.end()
         self._turn.release()
 
-    def wait_for(
-        self, link: Link, head: bytes | bytearray, rest_nbytes: int, awaited: Awaited, interrupt: Interrupt
-    ) -> bytes | None:
-        """Between `begin` and `end`: reads until a frame of the link begins with `head`, and returns the `rest_nbytes`
-        bytes behind. None: `awaited` is done, the link is down, or `interrupt` came."""
+    def wait_for(self, link: Link, expected: ExpectedFrame, awaited: Awaited, interrupt: Interrupt) -> bool:
+        """Between `begin` and `end`: reads until the expected frame of the link was taken. False: `awaited` is done,
+        the link is down, or `interrupt` came."""
+        if self._links.wait_briefly(link, expected, self._wake_fd):
+            return True
         while not (awaited.done() or interrupt.came) and link.is_up:
-            rest = self._links.wait_for(link, head, rest_nbytes, LONGEST_POLL_S, self._wake_fd)
-            if rest is not None:
-                return rest
+            if self._links.wait_for(link, expected, LONGEST_POLL_S, self._wake_fd):
+                return True
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
-        return None
+        return False
 
     def _read_until(self, awaited: Awaited, timeout_s: float | None, interrupt: Interrupt) -> None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -345,6 +313,7 @@ class LinkWaiter:
 
     def close(self) -> None:
         """Call it after the last call has ended."""
+        self._is_closed = True
         with self._turn:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)

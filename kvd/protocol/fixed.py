@@ -7,6 +7,7 @@ reads one with a single call of `struct`.
 from __future__ import annotations
 
 from struct import Struct
+from typing import NamedTuple
 
 from kvd.protocol.envelope import VERSION, Decoded
 from kvd.protocol.messages import ADD, BIGGEST, MOST_COUNTED, Epoch, PushBatch, Values
@@ -24,11 +25,41 @@ _VALUES = Struct(">BBB BQBQBQBQBQ B BQ B")
 _VALUES_HEAD = Struct(">BBB BQBQBQBQBQ BB")
 _VALUES_TAIL = Struct(">QB")
 
+# The same, up to the run; and what comes behind, in which twelve bytes are how, samples, pull and probe
+_PUSH_HEAD = Struct(">BHBB BQBQBQBQ")
+_PUSH_TAIL = Struct(">BQBQBQ 12s BQBQBQ")
+_ONE_SAMPLE = Struct(">BBQBB")
+_ONE_SAMPLE_AND_PULL = _ONE_SAMPLE.pack(ADD, _WIDE, 1, _TRUE, _FALSE)
+_PULLS = {_ONE_SAMPLE_AND_PULL: True, _ONE_SAMPLE.pack(ADD, _WIDE, 1, _FALSE, _FALSE): False}
+# Of a push, what its calls differ in; twelve bytes are how, samples, pull and probe
+_PUSH_NUMBERS = Struct(">QBQBQ 12s BQBQBQ")
+_PUSH_NUMBERS_AT = _PUSH.size - _PUSH_NUMBERS.size
+_NUMBER = Struct(">Q")
+
 PUSH_NBYTES = _PUSH.size
+PUSH_HEAD_NBYTES = _PUSH_HEAD.size
+"""Of a push, what all pushes of a worker have in common until there is another view."""
+PUSH_TAIL_NBYTES = _PUSH_TAIL.size
 VALUES_NBYTES = _VALUES.size
 VALUES_HEAD_NBYTES = _VALUES_HEAD.size
 """Of an answer, what comes before its version: it is known to the one that has asked."""
 VALUES_TAIL_NBYTES = _VALUES_TAIL.size
+VALUES_REQUEST_AT = VALUES_HEAD_NBYTES - 2 - _NUMBER.size
+"""Of an answer, where the number of its request is."""
+put_number = _NUMBER.pack_into
+"""Writes a number to a buffer, from a byte on."""
+
+
+class PushNumbers(NamedTuple):
+    """What differs from one PushBatch of a worker to the next, if each is one sample that is added: see there."""
+
+    request: int
+    batch: int
+    clock: int
+    pull: bool
+    step: int
+    settled: int
+    place: int
 
 
 def put_push(
@@ -50,6 +81,18 @@ def put_push(
         buffer, at, _LONG_LIST, _PUSH_ENTRIES, VERSION, PushBatch.KIND,
         _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run, _WIDE, request, _WIDE, batch, _WIDE, clock,
         ADD, _WIDE, 1, _TRUE, _FALSE, _WIDE, step, _WIDE, settled, _WIDE, place,
+    )
+    # fmt: on
+
+
+def put_push_numbers(
+    buffer: bytearray, at: int, request: int, batch: int, clock: int, step: int, settled: int, place: int
+) -> None:
+    """Writes these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
+    # fmt: off
+    _PUSH_NUMBERS.pack_into(
+        buffer, at + _PUSH_NUMBERS_AT, request, _WIDE, batch, _WIDE, clock, _ONE_SAMPLE_AND_PULL,
+        _WIDE, step, _WIDE, settled, _WIDE, place,
     )
     # fmt: on
 
@@ -103,16 +146,73 @@ def read_push(header: bytes | memoryview) -> Decoded | None:
     return Decoded(sender, Epoch(generation, change), message, run)
 
 
+def numbers_of(tail: bytes) -> PushNumbers | None:
+    """The numbers in a header of PUSH_NBYTES bytes behind the first PUSH_HEAD_NBYTES, if it is as `write_push` writes
+    it, of one sample. None: it may be any other."""
+    # fmt: off
+    (
+        w1, request, w2, batch, w3, clock, how, w4, step, w5, settled, w6, place
+    ) = _PUSH_TAIL.unpack_from(tail)
+    # fmt: on
+    pull = _PULLS.get(how)
+    if (
+        pull is None
+        or not w1 == w2 == w3 == w4 == w5 == w6 == _WIDE
+        or request > BIGGEST
+        or batch > BIGGEST
+        or clock > MOST_COUNTED
+        or step > MOST_COUNTED
+        or settled > MOST_COUNTED
+        or place > MOST_COUNTED
+    ):
+        return None
+    return PushNumbers(request, batch, clock, pull, step, settled, place)
+
+
+def push_numbers(push: PushBatch) -> PushNumbers | None:
+    """The numbers of a push. None: it is not one sample that is added."""
+    if push.how != ADD or push.samples != 1 or push.probe:
+        return None
+    return PushNumbers(push.request, push.batch, push.clock, push.pull, push.step, push.settled, push.place)
+
+
+def values_header(sender: int, epoch: Epoch, run: int, request: int, version: int) -> bytes:
+    """The header of an answer with one version, and no coding."""
+    # fmt: off
+    return _VALUES.pack(
+        _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
+        _WIDE, request, _LIST_OF_1, _WIDE, version, _NONE,
+    )
+    # fmt: on
+
+
 def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes | None:
     """The header of an answer. None: it is written in another way."""
     if values.coding is not None or len(values.versions) != 1:
         return None
+    return values_header(sender, epoch, run, values.request, values.versions[0])
+
+
+def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
+    """The epoch, run and request in a header of VALUES_NBYTES bytes, if it is as `write_values` writes it. None: it may
+    be any other."""
     # fmt: off
-    return _VALUES.pack(
-        _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
-        _WIDE, values.request, _LIST_OF_1, _WIDE, values.versions[0], _NONE,
-    )
+    (
+        marker, version, kind, w1, sender, w2, generation, w3, change, w4, run, w5, request,
+        entries, w6, pulled, coding,
+    ) = _VALUES.unpack(header)
     # fmt: on
+    if not (
+        marker == _LIST_OF_9
+        and version == VERSION
+        and kind == Values.KIND
+        and w1 == w2 == w3 == w4 == w5 == w6 == _WIDE
+        and entries == _LIST_OF_1
+        and coding == _NONE
+        and max(sender, generation, change, run, request, pulled) <= BIGGEST
+    ):
+        return None
+    return Epoch(generation, change), run, request
 
 
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:
@@ -125,7 +225,8 @@ def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: 
     # fmt: on
 
 
-def version_of(tail: bytes) -> int | None:
-    """The version with which the rest of the answer begins. None: it is another answer."""
-    version, coding = _VALUES_TAIL.unpack_from(tail)
+def version_of(buffer: bytes | bytearray, at: int) -> int | None:
+    """The version of an answer, with which its header goes on at this byte behind its head. None: it is another
+    answer."""
+    version, coding = _VALUES_TAIL.unpack_from(buffer, at)
     return version if coding == _NONE and version <= BIGGEST else None

@@ -18,6 +18,7 @@ from kvd.testing.workloads.delays import Delays
 from kvd.testing.workloads.deletions import Generations
 from kvd.testing.workloads.elastic import ElasticLedger
 from kvd.testing.workloads.forms import VALUES, Forms
+from kvd.testing.workloads.in_flight import rounds_in_flight
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
 from kvd.testing.workloads.losses import LossLedger
@@ -157,6 +158,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "rounds": lambda campaign, seed: Rounds(WORKERS, STEPS, pushpull=seed % 2 == 0),
     "singles": lambda campaign, seed: Rounds(WORKERS, LONG, grouping=one_by_one, pace_s=0.1, size=101),
     "mixed": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0),
+    "in flight": lambda campaign, seed: rounds_in_flight(WORKERS, 2 * STEPS, seed),
     "merges": lambda campaign, seed: merged_rounds(WORKERS, STEPS, seed),
     "casts": lambda campaign, seed: mixed_rounds(WORKERS, STEPS, seed, pushpull=seed % 2 == 0, casts=True),
     "coded": lambda campaign, seed: CodedRounds(WORKERS, STEPS, campaign.merge, pushpull=seed % 2 == 0),
@@ -224,6 +226,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     "mixed": Campaign("mixed"),
     "mixed, nasty": Campaign("mixed", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "mixed, long pauses": Campaign("mixed", mishaps=LONG_PAUSES),
+    "in flight": Campaign("in flight"),
+    "in flight, nasty": Campaign("in flight", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
+    "in flight, long pauses": Campaign("in flight", mishaps=LONG_PAUSES),
     "casts": Campaign("casts"),
     "casts, nasty": Campaign("casts", mishaps=LASTING, faults=NASTY, shell=ShellSettings(job_s=(0.0, 0.2))),
     "lists": Campaign("lists"),

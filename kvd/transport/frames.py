@@ -20,7 +20,7 @@ GOODBYE = 7  # the sender has stopped sending and taking messages
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_RELEASED = 255  # in one frame
-INLINE_BELOW_BYTES = 16 << 10  # payloads up to this are cheaper to copy than to lease
+INLINE_BELOW_BYTES = 64 << 10  # payloads up to this are cheaper to copy than to lease
 
 PREFIX = Struct("<BBHIIIQ")  # kind, released numbers, 0, header bytes, payload bytes, segment, offset
 LARGEST_SMALL_FRAME = PREFIX.size + 8 * MAX_RELEASED + MAX_HEADER_BYTES + INLINE_BELOW_BYTES

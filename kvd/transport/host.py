@@ -36,6 +36,7 @@ from kvd.transport.zmq import ZmqTransport
 ARENA_LIMIT_BYTES = 1 << 30
 MAX_ACCEPTED = 1024
 RELEASE_INTERVAL_S = 1.0
+STAY_S = 0.05  # the loop stays paused so long, and up to twice, after a thread has stopped reading
 
 _OVER_TCP = {
     Medium.SEALED_TCP: PeerPath(PathKind.SEALED_TCP),
@@ -95,6 +96,7 @@ class HostTransport:
         self._sink.on_garbage = on_garbage
         self._zmq.start(self._take, on_garbage)
         self._loop.add_reader(self.reader.fileno(), self.reader.read)
+        self.reader.pause.stays = self._paused_loop_stays
         self._listener.start(self._loop)
         self._seeker.start(self._loop)
 
@@ -184,6 +186,8 @@ class HostTransport:
         return self._sink.holding
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
+        if self.reader.pause.may_stay:
+            self.reader.pause.end_stay()  # the message may be answered
         if self._waiting:
             queued = self._wait(peer, header, payload)
             if queued is not None:
@@ -317,6 +321,17 @@ class HostTransport:
                 del self._links[link.peer]
                 if link.peer in self._zmq_reasons:
                     self._zmq_reasons[link.peer] = link.reason
+
+    def _paused_loop_stays(self) -> None:
+        """The loop stays paused though no thread reads: it looks after itself. On any thread."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._look_at_pause)
+
+    def _look_at_pause(self) -> None:
+        if not self.reader.is_closed and not self.reader.pause.end_if_unused():
+            assert self._loop is not None
+            self._loop.call_later(STAY_S, self._look_at_pause)
 
     def _release_later(self) -> None:
         assert self._loop is not None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.frames import (
     GOODBYE,
     HELLO,
@@ -31,7 +32,7 @@ from kvd.transport.frames import (
 )
 from kvd.transport.offered import close_refused
 
-BUFFER_BYTES = 128 << 10
+BUFFER_BYTES = 256 << 10
 AHEAD_BYTES = 4 << 10  # read beyond a large payload: the payload behind it would have to be moved
 MOST_DESCRIPTORS = 2  # received, but not yet claimed by a frame
 
@@ -43,6 +44,12 @@ _CUT_OFF = int(socket.MSG_CTRUNC)
 _WITH_HEADER = frozenset({MESSAGE, INLINE, REFERENCE})
 
 assert BUFFER_BYTES > LARGEST_SMALL_FRAME
+
+
+def ended_unless(goes_on: bool) -> None:
+    """Raises ConnectionError if the stream has ended."""
+    if not goes_on:
+        raise ConnectionAbortedError("the stream has ended")
 
 
 class Frame(NamedTuple):
@@ -150,6 +157,33 @@ class FrameAssembler:
         self._start = end
         return bytes(self._view[body_at:end])
 
+    def take_all_like(self, head: bytes, rest_nbytes: int, limit: int) -> list[bytes]:
+        """The same for as many of the next frames as are like this, at most `limit`."""
+        taken: list[bytes] = []
+        if self._large is not None:
+            return taken
+        buffer, head_nbytes, start = self._buffer, len(head), self._start
+        nbytes = head_nbytes + rest_nbytes
+        while start + nbytes <= self._end and buffer[start : start + head_nbytes] == head and len(taken) < limit:
+            taken.append(bytes(self._view[start + head_nbytes : start + nbytes]))
+            start += nbytes
+        self._start = start
+        return taken
+
+    def take_expected(self, expected: ExpectedFrame) -> bool:
+        """Takes the next frame if it is the expected one."""
+        head = expected.head
+        rest = self.take_like(head, len(expected.buffer) - len(head))
+        if rest is None:
+            return False
+        expected.buffer[len(head) :] = rest
+        return True
+
+    def put(self, data: memoryview) -> None:
+        """These bytes of the stream came another way; to be called when no part of a frame is here."""
+        self._start, self._end = 0, len(data)
+        self._view[: len(data)] = data
+
     def close(self) -> None:
         self._large = None
 
@@ -173,7 +207,13 @@ class FrameAssembler:
 
 class Incoming:
     """Reads a socket within the host, and takes the descriptors that come along. Belongs to the thread that reads the
-    link."""
+    link.
+
+    Attributes:
+        reads_ahead: whether `take_expected` may read what follows the frame.
+    """
+
+    reads_ahead = False
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -183,6 +223,8 @@ class Incoming:
         """The next frame, None if it has not arrived completely. Raises InvalidFrameError."""
         self.take_like: Callable[[bytes | bytearray, int], bytes | None] = self._frames.take_like
         """See `FrameAssembler.take_like`."""
+        self.take_all_like: Callable[[bytes, int, int], list[bytes]] = self._frames.take_all_like
+        """See `FrameAssembler.take_all_like`."""
 
     @property
     def has_rest(self) -> bool:
@@ -204,12 +246,32 @@ class Incoming:
             )
         except BlockingIOError:
             return True
-        if ancillary:
-            self._keep_descriptors(ancillary)
-        if flags & _CUT_OFF or len(self._descriptors) > MOST_DESCRIPTORS:
-            raise InvalidFrameError(NOT_OF_A_FRAME)
+        if ancillary or flags & _CUT_OFF:
+            self._keep_descriptors(ancillary, flags)
         self._frames.arrived(nbytes)
         return nbytes > 0
+
+    def take_expected(self, expected: ExpectedFrame) -> bool:
+        """Reads once, right into the buffer of the frame. True: that was the frame. False: it was not; `take` takes
+        what was read, if anything was.
+
+        Raises:
+            ConnectionError: the stream has ended. Other errors are those of `fill`.
+        """
+        if self._descriptors or not self._frames.is_empty:
+            ended_unless(self.fill())
+            return False
+        try:
+            nbytes, ancillary, flags, _ = self._socket.recvmsg_into([expected.buffer], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+        except BlockingIOError:
+            return False
+        if ancillary or flags & _CUT_OFF:
+            self._keep_descriptors(ancillary, flags)
+        if nbytes == len(expected.buffer) and expected.buffer.startswith(expected.head) and not ancillary:
+            return True
+        self._frames.put(expected.view[:nbytes])
+        ended_unless(nbytes > 0)
+        return False
 
     def take_descriptor(self) -> int:
         """The descriptor that came with a frame. The caller owns it from now on. Raises InvalidFrameError."""
@@ -222,9 +284,11 @@ class Incoming:
             close_refused(self._descriptors.popleft())
         self._frames.close()
 
-    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 numbers = array.array("i")
                 numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
                 self._descriptors.extend(numbers)
+        if flags & _CUT_OFF or len(self._descriptors) > MOST_DESCRIPTORS:
+            raise InvalidFrameError(NOT_OF_A_FRAME)

@@ -1,5 +1,7 @@
 """One connection to another process: frames over a Unix socket, large payloads by reference; or all over TCP.
 
+Over 400 lines because both directions share the leases and the ways in which a link ends.
+
 A payload sent by reference is leased: its buffers must not change until the other end has dropped the payload. That end
 releases it with its next frame, or with a RELEASE when much has piled up or some time has passed. If the other end is
 gone and nothing there refers to its payloads, the stream ends, and all leases with it.
@@ -17,6 +19,8 @@ from contextlib import suppress
 from kvd.core.machine import Peer, Span
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import padded, pieces_of
+from kvd.transport.delivery import Delivery
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.frames import (
     GOODBYE,
     HELLO,
@@ -68,6 +72,7 @@ class Link:
         has_ended: whether nothing is read any more.
         reason: why the link is not up.
         has_more: whether frames may have been read that are not delivered yet. Belongs to the thread that reads.
+        delivery: where frames go.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class Link:
         self.has_ended = False
         self.reason = ""
         self.proven = proven
-        self._sink = sink
+        self.delivery = Delivery(sink)
         self._socket: LinkSocket | None = LinkSocket(connection)
         self._remote = RemoteSegments(self._socket, budget)
         self._in: Incoming | PlainIncoming | SealedIncoming
@@ -103,7 +108,6 @@ class Link:
         self._out = Outgoing(connection, writer, epoll)
         self._lock = threading.Lock()  # held while a frame is sent
         self._leases = Leases(arena)
-        self._greeted = False
         self.has_more = False
         with self._lock:
             self._push_frame(HELLO, segment=VERSION, offset=MAGIC)
@@ -168,7 +172,7 @@ class Link:
     def send(self, header: bytes, payload: Sequence[Span]) -> bool:
         """Sends without waiting. False: the link is not up, or its queue is full."""
         if not payload:
-            holding = self._sink.holding
+            holding = self.delivery.sink.holding
             with self._lock:
                 sent = self._push_frame(MESSAGE, header, waits=holding.is_on)
             if sent and holding.is_on:
@@ -186,13 +190,24 @@ class Link:
         """Sends a frame of `inline_frame`, which the caller may change afterwards. False: nothing was sent, and the
         message goes by `send`: the link is down, frames wait before this one, or releases have to go along."""
         with self._lock:
-            out = self._out
-            if not self.is_up or out.waits or out.has_held or self._remote.has_gone():
+            try:
+                return self.is_up and not self._remote.has_gone() and self._out.push_whole(frame)
+            except OSError as error:
+                self._broken(error)
                 return False
-            sent = self._push(memoryview(frame))
-            if out.waits:
-                out.copy_queued()
-            return sent
+
+    def send_frames(self, frames: bytes) -> bool:
+        """Sends one or more whole frames that release nothing. False: the link is not up, or its queue is full."""
+        with self._lock:
+            out = self._out
+            if not self.is_up or (out.waits and out.is_full):
+                return False
+            try:
+                out.push(frames)
+            except OSError as error:
+                self._broken(error)
+                return False
+            return True
 
     def _send_large(self, header: bytes, payload: Sequence[Span], nbytes: int) -> bool:
         if not self.is_up or nbytes > MAX_PAYLOAD_BYTES:
@@ -310,13 +325,26 @@ class Link:
     # ── receiving ──
 
     def receive(self, limit: int) -> bool:
-        """Reads once and delivers at most `limit` frames. True: there are more, which no poll will announce."""
+        """Sends what waits, if the socket takes more of it. Reads once, and delivers at most `limit` frames. True:
+        there are more, which no poll will announce."""
+        if self._out.waits:
+            self.flush()
         if self.has_ended or (not self.has_more and not self._fill()):
             return False
         self.has_more = True  # if a delivery raises, the next call continues after it
+        delivery, frames = self.delivery, self._in
         try:
-            for _ in range(limit):
-                frame = None if self.has_ended else self._in.take()
+            while limit > 0:
+                repeated = delivery.repeated
+                if repeated is not None and self.is_up:
+                    rests = frames.take_all_like(repeated.head, repeated.rest_nbytes, limit)
+                    if rests:
+                        repeated.take_all(rests)
+                        limit -= len(rests)
+                        if not limit:
+                            break
+                limit -= 1
+                frame = None if self.has_ended else frames.take()
                 if frame is None:
                     self.has_more = False
                     break
@@ -328,19 +356,19 @@ class Link:
             self._release_if_due()
         return self.has_more
 
-    def receive_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
-        """Reads once, unless frames are left to deliver. If the next frame begins with `head` and has `rest_nbytes`
-        bytes more, takes it, and returns these. None: it is another frame, which `receive` delivers."""
-        if self.has_ended or self.has_more or not self._greeted or self._out.waits or not self._fill():
-            return None
-        self.has_more = True
+    def receive_expected(self, expected: ExpectedFrame) -> bool:
+        """Reads once, unless frames are left to deliver. True: that was the expected frame. False: it was not, and
+        `receive` delivers what was read."""
+        if self.has_ended or self.has_more or not self.delivery.is_greeted or self._out.waits or not self.is_up:
+            return False
         try:
-            rest = self._in.take_like(head, rest_nbytes) if self.is_up else None
-            self.has_more = self._in.has_rest
-            return rest
-        except InvalidFrameError as error:
-            self._end_with_garbage(error)
-            return None
+            if self._in.take_expected(expected):
+                self.has_more = self._in.reads_ahead and self._in.has_rest
+                return True
+            self.has_more = True
+        except (InvalidFrameError, OSError) as error:
+            self._end_with(error)
+        return False
 
     def _fill(self) -> bool:
         """Reads once. False: the link has ended."""
@@ -348,33 +376,35 @@ class Link:
             if self._in.fill():
                 return True
             self.end(GONE)
-        except InvalidFrameError as error:
-            self._end_with_garbage(error)
-        except ConnectionError:
-            self.end(GONE)
-        except OSError as error:
-            self.end(f"the link broke: {error.strerror}")
+        except (InvalidFrameError, OSError) as error:
+            self._end_with(error)
         return False
+
+    def _end_with(self, error: InvalidFrameError | OSError) -> None:
+        if isinstance(error, InvalidFrameError):
+            self._end_with_garbage(error)
+        else:
+            self.end(GONE if isinstance(error, ConnectionError) else f"the link broke: {error.strerror}")
 
     def _end_with_garbage(self, error: InvalidFrameError) -> None:
         self.end(f"garbage arrived: {error}")
-        self._sink.on_garbage(self.peer, str(error))
+        self.delivery.sink.on_garbage(self.peer, str(error))
 
     def _handle(self, frame: Frame) -> None:
         for number in frame.released:
             if not self._leases.release(number):
                 raise InvalidFrameError(f"frame {number} is released, but it is not leased")
         kind = frame.kind
-        if not self._greeted:
+        if not self.delivery.is_greeted:
             check_hello(frame)
-            self._greeted = True
+            self.delivery.is_greeted = True
         elif kind in (INLINE, MESSAGE):
             if self.is_up:
-                self._sink.on_message(self.peer, frame.header, frame.payload, self.proven.principal)
+                self.delivery.sink.on_message(self.peer, frame.header, frame.payload, self.proven.principal)
         elif kind == REFERENCE:
             if self.is_up:
                 payload = self._remote.payload(frame.segment, frame.offset, frame.nbytes)
-                self._sink.on_message(self.peer, frame.header, payload, self.proven.principal)
+                self.delivery.sink.on_message(self.peer, frame.header, payload, self.proven.principal)
         elif kind == SEGMENT:
             self._take_segment(frame)
         elif kind == GOODBYE:

@@ -1,8 +1,6 @@
 """Reads the links, for the loop or for a thread that waits for an answer.
 
-All links are in one epoll object. The loop watches a second one, which contains the first. To pause the loop, one
-system call masks the first in the second. To resume it, another unmasks it; the kernel then looks at it again, so that
-the loop misses nothing: both are level-triggered.
+All links are in one epoll object, which the loop watches unless it is paused (`kvd.transport.loop_pause`).
 """
 
 from __future__ import annotations
@@ -14,10 +12,13 @@ import time
 from collections.abc import Callable
 
 from kvd.transport.base import DRAIN_LIMIT
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.link import Link
+from kvd.transport.loop_pause import LoopPause
 
 TURNS_AT_A_TIME = 4
 BUSY_WAIT_S = 0.001  # before a thread that found another one reading tries again
+BRIEFLY_S = 0.05
 LONGEST_WAIT_S = 3600.0  # callers may ask for more than poll() accepts
 
 
@@ -30,6 +31,7 @@ class LinkReader:
 
     Attributes:
         epoll: where the links are registered.
+        pause: of the loop, while threads read.
         watches_payloads: whether the transport looks for payloads to release anyway.
     """
 
@@ -37,10 +39,10 @@ class LinkReader:
         self.epoll = select.epoll()
         self.watches_payloads = False
         self._notice = notice
-        self._loop_epoll = select.epoll()
-        self._loop_epoll.register(self.epoll.fileno(), select.EPOLLIN)
+        self.pause = LoopPause(self.epoll)
         self._links: dict[int, Link] = {}
         self._only: Link | None = None  # the only link, if there is exactly one
+        self._poll_of_only: tuple[int, select.poll] | None = None  # with what wakes it up
         self._unfinished: dict[int, Link] = {}  # links whose buffers contain undelivered messages
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while there are unfinished links
         self._closing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -48,14 +50,13 @@ class LinkReader:
         self.epoll.register(self._closing, select.EPOLLIN)
         self._reading = threading.Lock()
         self._lock = threading.Lock()  # held to change what follows
-        self._paused = 0
-        self._waiting = 0  # threads in `wait`
+        self._waiting = 0  # threads in `wait` and `wait_for`
         self._local = threading.local()
         self._closed = False
 
     def fileno(self) -> int:
         """The descriptor that a loop should watch."""
-        return self._loop_epoll.fileno()
+        return self.pause.fileno()
 
     @property
     def is_closed(self) -> bool:
@@ -77,6 +78,7 @@ class LinkReader:
 
     def _find_only(self) -> None:
         self._only = next(iter(self._links.values())) if len(self._links) == 1 else None
+        self._poll_of_only = None
 
     # ── reading ──
 
@@ -117,8 +119,6 @@ class LinkReader:
         """Reads a link once. The rest of its messages wait for the next turn."""
         more = True  # this holds if a delivery raises
         try:
-            if link.has_queued:
-                link.flush()
             more = link.receive(DRAIN_LIMIT)
         finally:
             if more or self._unfinished:
@@ -138,19 +138,6 @@ class LinkReader:
                 os.eventfd_read(self._nudge) if before else os.eventfd_write(self._nudge, 1)
 
     # ── waiting ──
-
-    def pause_loop(self) -> None:
-        """Hides the links from the loop until `resume_loop`. Calls may nest, and come from several threads."""
-        with self._lock:
-            self._paused += 1
-            if self._paused == 1 and not self._closed:
-                self._loop_epoll.modify(self.epoll.fileno(), 0)
-
-    def resume_loop(self) -> None:
-        with self._lock:
-            self._paused -= 1
-            if self._paused == 0 and not self._closed:
-                self._loop_epoll.modify(self.epoll.fileno(), select.EPOLLIN)
 
     def wait(self, timeout_s: float, wake_fd: int) -> bool:
         """Waits for the links and delivers what has arrived. False: the time is up, `wake_fd` is readable, or the
@@ -185,37 +172,52 @@ class LinkReader:
         """The poll object of this thread, kept while `wake_fd` stays the same."""
         kept: tuple[int, select.poll] | None = getattr(self._local, "kept", None)
         if kept is None or kept[0] != wake_fd:
-            poll = select.poll()
-            poll.register(self.epoll.fileno(), select.POLLIN)
-            poll.register(wake_fd, select.POLLIN)
-            kept = self._local.kept = (wake_fd, poll)
+            kept = self._local.kept = (wake_fd, _poll_of(self.epoll.fileno(), wake_fd))
         return kept[1]
 
-    def wait_for(
-        self, link: Link, head: bytes | bytearray, rest_nbytes: int, timeout_s: float, wake_fd: int
-    ) -> bytes | None:
-        """Waits like `wait`, for a frame that begins with `head`: if it is the next one of the link, takes it, and
-        returns the `rest_nbytes` bytes behind. None: what `wait` does was done, or the time is up."""
+    def wait_briefly(self, link: Link, expected: ExpectedFrame, wake_fd: int) -> bool:
+        """Waits up to `BRIEFLY_S` for a frame, by one thread at a time, while the loop is paused. It looks at nothing
+        but this link and `wake_fd`, and only if there is no other link. True: the expected frame came, and was taken.
+        False: what came, if anything did, was delivered."""
+        if link is not self._only or self._unfinished:
+            return False
+        kept = self._poll_of_only
+        if kept is None or kept[0] != wake_fd:
+            kept = self._poll_of_only = wake_fd, _poll_of(link.descriptor, wake_fd)
+        ready = kept[1].poll(BRIEFLY_S * 1000)
+        if not ready or ready[0][0] == wake_fd or not self._reading.acquire(blocking=False):
+            return False
+        try:
+            return self._take_expected(link, expected)
+        finally:
+            self._reading.release()
+
+    def wait_for(self, link: Link, expected: ExpectedFrame, timeout_s: float, wake_fd: int) -> bool:
+        """Waits like `wait`, for the expected frame: whether it is the next one of the link, and was taken. Otherwise
+        what `wait` does was done, or the time is up."""
         if not self._enter():
-            return None
+            return False
         try:
             ready = self._poll_of_thread(wake_fd).poll(min(timeout_s, LONGEST_WAIT_S) * 1000)
             if not ready or self._closed or (len(ready) == 1 and ready[0][0] == wake_fd):
-                return None
-            rest = None
+                return False
+            is_taken = False
             if self._reading.acquire(blocking=False):
                 try:
-                    if not self._unfinished:
-                        rest = link.receive_like(head, rest_nbytes)
-                        if rest is None or link.has_more:
-                            self._serve(link)  # no poll announces what was read, and nobody else notices an end
+                    is_taken = not self._unfinished and self._take_expected(link, expected)
                 finally:
                     self._reading.release()
-            if rest is None and not self.read():
+            if not is_taken and not self.read():
                 _wait_for_reader(min(timeout_s, BUSY_WAIT_S), wake_fd)
-            return rest
+            return is_taken
         finally:
             self._leave()
+
+    def _take_expected(self, link: Link, expected: ExpectedFrame) -> bool:
+        is_taken = link.receive_expected(expected)
+        if not is_taken or link.has_more:
+            self._serve(link)  # no poll announces what was read, and nobody else notices an end
+        return is_taken
 
     # ── the end ──
 
@@ -250,12 +252,18 @@ class LinkReader:
         if self._closed and not self._waiting and not self.epoll.closed:
             for descriptor in (self._nudge, self._closing):
                 os.close(descriptor)
-            self._loop_epoll.close()
+            self.pause.close()
             self.epoll.close()
 
 
 def _wait_for_reader(timeout_s: float, wake_fd: int) -> None:
     """Waits briefly while another thread delivers: its messages may be what the caller of this one waits for."""
+    _poll_of(wake_fd).poll(max(0.0, timeout_s) * 1000)
+
+
+def _poll_of(*descriptors: int) -> select.poll:
+    """In this order: the result begins with the first that is ready."""
     poll = select.poll()
-    poll.register(wake_fd, select.POLLIN)
-    poll.poll(max(0.0, timeout_s) * 1000)
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return poll

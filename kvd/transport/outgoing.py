@@ -35,7 +35,7 @@ class Writer(Protocol):
     writes_at_a_time: int
     """How many writes may follow each other before the thread does something else."""
 
-    def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
+    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None, more: bool) -> int:
         """How many of the bytes it has taken. `more`: others follow at once."""
 
     def write_all(self, pieces: Sequence[bytes | memoryview]) -> int:
@@ -54,7 +54,7 @@ class PlainWriter:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
-    def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
+    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None, more: bool) -> int:
         try:
             if descriptor is None:
                 return self._socket.send(data, _MORE if more else FLAGS)
@@ -132,6 +132,17 @@ class Outgoing:
             self._wait()
         if len(data):
             self._wait_with(data, descriptor)
+
+    def push_whole(self, frame: bytearray) -> bool:
+        """Sends a frame that the caller may change afterwards. False: nothing was done, as other bytes go first."""
+        if self.waits or self._held:
+            return False
+        sent = self._writer.write(frame, None, False)
+        if sent < len(frame):
+            self._wait_with(bytes(frame[sent:]), None)
+        elif self._writer.has_unsent:
+            self._wait()
+        return True
 
     def push_all(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Pushes several pieces, with as few system calls as possible."""

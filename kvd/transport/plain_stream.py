@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.frames import InvalidFrameError
-from kvd.transport.incoming import Frame, FrameAssembler
+from kvd.transport.incoming import Frame, FrameAssembler, ended_unless
 from kvd.transport.wake_ups import WakeUps
 
 READS_AT_A_TIME = 16  # a turn of the loop takes longer than a read
@@ -17,6 +18,8 @@ class PlainIncoming:
     What has arrived of a large payload, and the beginning of what follows it, are read with one system call, the
     payload right where it belongs.
     """
+
+    reads_ahead = True
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -51,6 +54,15 @@ class PlainIncoming:
     def take_like(self, head: bytes | bytearray, rest_nbytes: int) -> bytes | None:
         """See `FrameAssembler.take_like`."""
         return self._frames.take_like(head, rest_nbytes)
+
+    def take_all_like(self, head: bytes, rest_nbytes: int, limit: int) -> list[bytes]:
+        """See `FrameAssembler.take_all_like`."""
+        return self._frames.take_all_like(head, rest_nbytes, limit)
+
+    def take_expected(self, expected: ExpectedFrame) -> bool:
+        """Reads once, and takes the next frame if it is the expected one. Raises OSError, also at the end."""
+        ended_unless(self.fill())
+        return self._frames.take_expected(expected)
 
     def take_descriptor(self) -> int:
         raise InvalidFrameError("shared memory was offered over a link between hosts")

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.frames import InvalidFrameError
-from kvd.transport.incoming import Frame, FrameAssembler
+from kvd.transport.incoming import Frame, FrameAssembler, ended_unless
 from kvd.transport.outgoing import FLAGS
 from kvd.transport.sealing import HEAD, OVERHEAD_BYTES, RECORD_BYTES, BrokenSealError, Opener, Sealer
 from kvd.transport.wake_ups import WakeUps
@@ -44,7 +45,7 @@ class SealedWriter:
         self._unsent = self._record[:0]
         self.has_unsent = False
 
-    def write(self, data: bytes | memoryview, descriptor: int | None, more: bool) -> int:
+    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None, more: bool) -> int:
         """Seals as many of the bytes as the socket has room for, and returns their number."""
         if descriptor is not None:
             raise ValueError("descriptors do not leave the host")
@@ -84,6 +85,8 @@ class SealedWriter:
 
 class SealedIncoming:
     """Reads a socket and opens the records. Belongs to the thread that reads the link."""
+
+    reads_ahead = True
 
     def __init__(self, connection: socket.socket, opener: Opener) -> None:
         self._socket = connection
@@ -139,6 +142,18 @@ class SealedIncoming:
             self._open_next()
         return self._frames.take_like(head, rest_nbytes)
 
+    def take_expected(self, expected: ExpectedFrame) -> bool:
+        """Reads once, and takes the next frame if it is the expected one, which is one record.
+
+        Raises:
+            OSError: the connection is broken, or the stream has ended.
+            InvalidFrameError: what arrived was not sealed by the other end.
+        """
+        ended_unless(self.fill())
+        if self._frames.is_empty:
+            self._open_next()
+        return self._frames.take_expected(expected)
+
     def _read_on(self) -> bool:
         """Reads more of a large payload. False: there is nothing to read yet, or it is somebody else's turn."""
         if not self._reads_left or not self._frames.missing_nbytes:
@@ -148,6 +163,13 @@ class SealedIncoming:
             return self._read() > 0
         except OSError:  # the next `fill` finds that the connection is broken
             return False
+
+    def take_all_like(self, head: bytes, rest_nbytes: int, limit: int) -> list[bytes]:
+        """See `FrameAssembler.take_all_like`. Raises InvalidFrameError."""
+        taken: list[bytes] = []
+        while len(taken) < limit and (rest := self.take_like(head, rest_nbytes)) is not None:
+            taken.append(rest)
+        return taken
 
     def take_descriptor(self) -> int:
         raise InvalidFrameError("shared memory was offered over a link between hosts")

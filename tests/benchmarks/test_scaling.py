@@ -101,6 +101,7 @@ def test_both_growths_are_measured_and_written(tmp_path: Path, capsys: pytest.Ca
         (2, "resnet50", 1),
     ]
     assert [found["bytes"] for found in document["models"][:2]] == [1 << 20, 64 << 20]
+    assert len(document["models"][0]["cores_gb_s"]) in (0, 1, 2)  # on two cores, and if other work leaves them alone
     assert str(tmp_path) not in out.read_text()
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["2", "kvd", "2", "ms", "2", "ms", "2", "ms", "2.00"] in [line[:9] for line in shown]

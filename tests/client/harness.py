@@ -56,10 +56,13 @@ FORKS = """
 import os, sys, numpy as np, kvd
 kv = kvd.create({type!r})
 kv.init("w", np.zeros(4, np.float32))
+for _ in range(5):
+    kv.pushpull("w", np.ones(4, np.float32))
 handle = kv.push("w", np.ones(4, np.float32))
 child = os.fork()
 if child == 0:
-    calls = [lambda: kv.push("w", np.ones(4, np.float32)), lambda: kv.pull("w"), lambda: kv.flush(),
+    calls = [lambda: kv.pushpull("w", np.ones(4, np.float32)),
+             lambda: kv.push("w", np.ones(4, np.float32)), lambda: kv.pull("w"), lambda: kv.flush(),
              lambda: kv.barrier(), lambda: kv.dead_nodes(), lambda: kv.clock("w"), lambda: kv.close()]
     for call in calls:
         try:

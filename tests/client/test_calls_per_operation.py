@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -18,9 +19,10 @@ import pytest
 import kvd
 from kvd.testing.cluster import LocalCluster
 
-WARM_UP = 30
+WARM_UP = 80  # several calls on each key
 OPERATIONS = 200
 WORKERS = 2
+IN_FLIGHT = 16
 
 
 class Calls:
@@ -55,10 +57,27 @@ def pushpull(store: kvd.KVStore) -> Callable[[], object]:
     return lambda: store.pushpull("w", value, out)
 
 
-def listed(count: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
+def in_flight(store: kvd.KVStore) -> Callable[[], object]:
+    """One call of as many as are always in flight: the oldest ends, and another begins."""
+    names = [str(number) for number in range(IN_FLIGHT)]
+    values, outs = np.ones((IN_FLIGHT, 256), np.float32), list(np.empty((IN_FLIGHT, 256), np.float32))
+    store.init(names, list(values))
+    flying: deque[kvd.Handle] = deque()
+    begun = count(0)
+
+    def operation() -> None:
+        if len(flying) == IN_FLIGHT:
+            flying.popleft().wait()
+        place = next(begun) % IN_FLIGHT
+        flying.append(store.pushpull_async(names[place], values[place], outs[place]))
+
+    return operation
+
+
+def listed(keys: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
     def prepare(store: kvd.KVStore) -> Callable[[], object]:
-        names = [str(number) for number in range(count)]
-        values, outs = np.ones((count, 256), np.float32), np.empty((count, 256), np.float32)
+        names = [str(number) for number in range(keys)]
+        values, outs = np.ones((keys, 256), np.float32), np.empty((keys, 256), np.float32)
         store.init(names, list(values))
         return lambda: store.pushpull(names, list(values), list(outs))
 
@@ -68,23 +87,24 @@ def listed(count: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
 @pytest.mark.parametrize(
     ("prepare", "by_worker", "by_server"),
     [
-        pytest.param(pushpull, 92, 225, id="1 KiB"),
+        pytest.param(pushpull, 58, 225, id="1 KiB"),
         pytest.param(listed(10), 195, 250, id="a list of ten"),
         pytest.param(listed(500), 240, 440, id="a list of five hundred"),
+        pytest.param(in_flight, 100, 180, id="many in flight"),
     ],
 )
 def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:
-    count(calls, prepare, lanes="auto")
+    count_calls(calls, prepare, lanes="auto")
     assert calls.per_operation("ThreadPool") <= by_worker
     assert calls.per_operation("test-server") <= by_server
 
 
 def test_the_setting_turns_lanes_off(calls: Calls) -> None:
-    count(calls, pushpull, lanes="off")
+    count_calls(calls, pushpull, lanes="off")
     assert calls.per_operation("ThreadPool") > 200
 
 
-def count(calls: Calls, prepare: Any, *, lanes: str) -> None:
+def count_calls(calls: Calls, prepare: Any, *, lanes: str) -> None:
     """Counts the calls of `OPERATIONS` operations in each of the workers."""
     together = threading.Barrier(WORKERS, timeout=60)
 

@@ -280,7 +280,7 @@ def test_in_an_event_loop() -> None:
 
 def test_keys_of_which_nothing_is_kept_are_forgotten(kv: kvd.KVStore) -> None:
     names = [f"key {number}" for number in range(3 * FEW_KEYS)]
-    kv.init(names, [np.zeros(5000, np.float32)] * len(names))
+    kv.init(names, [np.zeros(17_000, np.float32)] * len(names))
     kept = kv.pull(names[0], copy=False)
     assert in_servers_memory(kept)
     for name in names:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +18,9 @@ import pytest
 import kvd
 from kvd.client.cluster.express import ExpressWay
 from kvd.core.worker.express import Express
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, engine_of, wait_until
+from kvd.transport import host
+from tests.client.harness import init_all
 
 STEPS = 30
 
@@ -102,6 +106,37 @@ def test_an_optimizer_updates_as_without_the_lanes(taken: Taken, kind: str) -> N
             weights[lanes] = cluster.run(program, kind)
     assert weights["auto"] == weights["off"]
     assert taken.to_its_end > STEPS // 2
+
+
+@pytest.mark.parametrize(
+    "pushpull",
+    [
+        pytest.param(lambda store, value: store.pushpull(7, value), id="a number as key"),
+        pytest.param(lambda store, value: store.pushpull([7], [value])[0], id="a list of one"),
+        pytest.param(lambda store, value: store.pushpull((7,), (value,))[0], id="a tuple of one"),
+        pytest.param(lambda store, value: store.pushpull("7", value, priority=-3), id="with a priority"),
+        pytest.param(lambda store, value: store.pushpull("7", value, copy=False), id="read-only"),
+        pytest.param(lambda store, value: store.pushpull([7], [value], copy=False)[0], id="read-only, of a list"),
+    ],
+)
+def test_forms_of_the_call(taken: Taken, pushpull: Callable[[kvd.KVStore, Any], Any]) -> None:
+    def program(store: kvd.KVStore) -> list[Any]:
+        store.init(7, np.zeros((3, 5), np.float32))
+        results = []
+        for step in range(STEPS):
+            value = np.full((3, 5), step + store.rank, np.float32)
+            results.append(pushpull(store, value))
+            assert (results[-1] is value) == results[-1].flags.writeable
+            if results[-1] is not value:
+                assert (value == step + store.rank).all()
+        return results
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        for results in cluster.run(program):
+            for step, result in enumerate(results):
+                assert result.dtype == np.float32
+                assert (result == np.full((3, 5), 2 * step + 1)).all()
+    assert taken.to_its_end > STEPS
 
 
 def odd_values() -> list[Callable[[kvd.KVStore], Any]]:
@@ -272,3 +307,87 @@ def test_a_server_that_dies_ends_the_call() -> None:
         cluster.kill_server(0)
         with pytest.raises(kvd.errors.NodeLost):
             store.pushpull("w", value)
+
+
+def begun_alone(cluster: LocalCluster, pool: ThreadPoolExecutor, value: Any) -> tuple[kvd.KVStore, Any]:
+    """One of two workers has begun an express call that the other one has yet to join: its store, and its future."""
+    one, other = pool.map(lambda _: cluster.store(), range(2))
+    init_all([one, other])
+    for _ in range(10):
+        calls = [pool.submit(one.pushpull, "w", value), pool.submit(other.pushpull, "w", np.ones(4, np.float32))]
+        for call in calls:
+            call.result(60)
+    waiter = engine_of(one)._waiter
+    waiting = pool.submit(one.pushpull, "w", value)
+    wait_until(lambda: waiter._reader or waiting.done(), "the call waits")
+    return one, waiting
+
+
+def test_the_end_of_the_store_ends_the_call(taken: Taken) -> None:
+    with LocalCluster(2, 1, lanes="auto") as cluster, ThreadPoolExecutor(3) as pool:
+        value = np.ones(4, np.float32)
+        one, waiting = begun_alone(cluster, pool, value)
+        engine_of(one).stop()
+        with pytest.raises(kvd.StoreClosed):
+            waiting.result(60)
+        with pytest.raises(kvd.StoreClosed):
+            one.pushpull("w", value)
+    assert taken.to_its_end > 5
+
+
+def test_nothing_keeps_the_arrays_of_a_call(taken: Taken) -> None:
+    def program(store: kvd.KVStore) -> None:
+        store.init("w", np.zeros(4, np.float32))
+        for _ in range(10):
+            value = np.ones(4, np.float32)
+            gone = weakref.ref(value)
+            store.pushpull("w", value)
+            del value
+            assert gone() is None
+
+    gc.disable()
+    try:
+        with LocalCluster(1, 1, lanes="auto") as cluster:
+            cluster.run(program)
+    finally:
+        gc.enable()
+    assert taken.to_its_end > 5
+
+
+def test_workers_that_wait_for_each_other_are_told(taken: Taken) -> None:
+    def program(store: kvd.KVStore) -> Any:
+        value = np.ones(4, np.float32)
+        store.init(["a", "b"], [value, value])
+        for _ in range(5):
+            for key in "ab":
+                store.pushpull(key, value)
+        with pytest.raises(kvd.errors.Deadlock) as raised:
+            store.pushpull("ab"[store.rank], value)
+        store.push("ba"[store.rank], value)
+        return raised.value.waits
+
+    with LocalCluster(2, 1, lanes="auto", notice_s=0.3) as cluster:
+        waits, same = cluster.run(program)
+    assert waits == same
+    assert "pushpull of 'a' (push 6) waits for worker 1 to push 'a'" in waits[0]
+    assert taken.left == 2
+
+
+def test_answers_to_other_calls_are_read_between_express_calls() -> None:
+    """The loop, which stays paused between express calls, reads on as soon as another call is made."""
+
+    def program(store: kvd.KVStore) -> None:
+        value = np.ones(4, np.float32)
+        store.init(["a", "b"], [value, value])
+        for step in range(STEPS):
+            store.pushpull("a", value)
+            store.pushpull("a", value)
+            ended = threading.Event()
+            handle = store.pushpull_async("b", np.full(4, step, np.float32))
+            handle.on_end(lambda _, ended=ended: ended.set())  # type: ignore[misc]
+            assert ended.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "STAY_S", 3600.0)
+        with LocalCluster(1, 1, lanes="auto") as cluster:
+            cluster.run(program)

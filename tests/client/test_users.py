@@ -11,6 +11,7 @@ from kvd.client.calls.promise import Promise
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
 from kvd.core.machine import CensusTaken, Complete
+from kvd.errors import KvdError
 from kvd.testing.cluster import wait_until
 
 
@@ -155,3 +156,12 @@ def test_a_promise_of_nobody_knows_what_proves_nothing() -> None:
     store = Store()
     with store.users.waiting(store.promise()):
         assert store.census() == CensusTaken(False, 1, ())
+
+
+def test_calls_that_begin_after_the_end_fail_at_once() -> None:
+    store, error = Store(), KvdError("over")
+    before, _ = store.call()
+    store.calls.fail_all(error)
+    after, _ = store.call()
+    assert before.exception(0) is after.exception(0) is error
+    assert store.census().calls == ()

@@ -25,7 +25,6 @@ from kvd.core.machine import (
     TableVersion,
     Tick,
 )
-from kvd.core.principals import HOLDER
 from kvd.core.server.captured import rows_nbytes
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
@@ -47,6 +46,7 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
+from kvd.testing.express import ServerSteps
 from tests.core.fake_tables import next_version, packed_ids, rows_at
 from tests.core.fakes import (
     NodePeer,
@@ -85,7 +85,7 @@ class Harness:
         lanes: bool = True,
         express: bool = False,
     ) -> None:
-        self._is_express = express
+        self._express = ServerSteps() if express else None
         self.settings = settings or cluster(workers)
         self.memory = ServerMemory(memory)
         told = ServerSettings(memory, fail, small_push_bytes=small, lanes=lanes)
@@ -107,7 +107,7 @@ class Harness:
                 self.attach(rank)
 
     def step(self, event: Any, now: float | None = None) -> list[Effect]:
-        effects = self._fast_step(event)
+        effects = None if self._express is None else self._express.step(self.machine, event)
         if effects is None:
             effects = self.machine.step(event, self.now if now is None else now)
         if self._validates:
@@ -120,12 +120,6 @@ class Harness:
         for job in jobs:
             effects = effects + self.finish(job)
         return effects
-
-    def _fast_step(self, event: Any) -> list[Effect] | None:
-        """What a router does first, with `express`."""
-        is_push = isinstance(event, Received) and isinstance(event.message, PushBatch) and event.principal is HOLDER
-        is_for_it = self._is_express and (is_push or isinstance(event, JobDone))
-        return self.machine.fast_step(event) if is_for_it else None
 
     @contextmanager
     def validated_once(self) -> Iterator[None]:

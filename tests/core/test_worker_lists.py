@@ -376,7 +376,7 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None
         test_large_values_and_those_of_several_slices_are_copied_one_by_one,
     ),
     "what passes by": (
-        lambda patch: patch.setattr(Lane, "lets_pass", lambda *arguments: True),
+        lambda patch: patch.setattr(Lane, "leaves_alone", lambda *arguments: True),
         test_news_of_the_scheduler_do_not_pass_by,
     ),
 }

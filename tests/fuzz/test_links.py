@@ -19,6 +19,7 @@ from kvd.transport.frames import (
     GOODBYE,
     HELLO,
     INLINE,
+    INLINE_BELOW_BYTES,
     MAGIC,
     MAX_HEADER_BYTES,
     MESSAGE,
@@ -36,7 +37,8 @@ SEGMENT_BYTES = 8192
 STREAMS = 60  # in `make test`
 SOAK_STREAMS = 40_000
 HELLO_FRAME = prefix_of(HELLO, 0, 0, 0, VERSION, MAGIC)
-SIZES = (0, 1, 8, 100, SEGMENT_BYTES, 16 << 10, (16 << 10) + 1, 40_000)
+SIZES = (0, 1, 8, 100, SEGMENT_BYTES, 16 << 10, (16 << 10) + 1, 40_000)  # a stream of some fits into a socket
+EDGES = (*SIZES, INLINE_BELOW_BYTES, INLINE_BELOW_BYTES + 1)
 NUMBERS = (0, 1, 2, 7, 4096, 8185, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1)
 
 
@@ -57,7 +59,7 @@ def message(header: bytes, body: bytes | None) -> bytes:
 
 
 @given(
-    said=st.lists(st.tuples(st.binary(min_size=1, max_size=50), st.none() | st.sampled_from(SIZES)), max_size=8),
+    said=st.lists(st.tuples(st.binary(min_size=1, max_size=50), st.none() | st.sampled_from(EDGES)), max_size=8),
     cuts=st.lists(st.integers(1, 20_000), max_size=12),
 )
 @pytest.mark.parametrize("over_tcp", [False, True])

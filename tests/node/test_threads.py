@@ -205,14 +205,14 @@ class FakeLinks:
 
     def __init__(self) -> None:
         self.has_links = True
-        self.reader = self
+        self.reader = self.pause = self
         self.log: list[str] = []
         self.polls = 0
 
-    def pause_loop(self) -> None:
+    def begin(self) -> None:
         self.log.append("pause")
 
-    def resume_loop(self) -> None:
+    def end(self) -> None:
         self.log.append("resume")
 
     def wait(self, timeout_s: float, wake_fd: int) -> bool:
@@ -309,3 +309,25 @@ def test_a_call_that_ends_on_the_reading_thread_does_not_nudge_it() -> None:
     waiter.wait(awaited, None, Flag())
     assert links.log == ["pause", "resume"]
     waiter.close()
+
+
+def test_between_two_steps_others_are_kept_out() -> None:
+    general: list[Event] = []
+
+    def react(event: Event) -> list[Effect]:
+        general.append(event)
+        return []
+
+    harness = DriverHarness(react)
+
+    async def program() -> None:
+        stepper = harness.driver.stepper
+        assert stepper.enter()
+        harness.driver.feed(call(2))
+        await asyncio.to_thread(harness.driver.feed, call(4))
+        assert not stepper.enter()
+        assert general[1:] == []
+        stepper.leave(stepper.now() + 60)
+        assert general[1:] == [call(2), call(4)]
+
+    run(harness, program)

@@ -65,7 +65,8 @@ def test_an_answer_is_the_same_in_both_forms(sender: int, epoch: Epoch, run: int
     head = bytearray(fixed.VALUES_HEAD_NBYTES)
     fixed.put_values_head(head, 0, sender, epoch, run, request)
     assert header[: len(head)] == head
-    assert fixed.version_of(header[len(head) :] + b"the payload") == version
+    assert fixed.version_of(header + b"the payload", len(head)) == version
+    assert fixed.read_values(header) == (epoch, run, request)
 
 
 @pytest.mark.parametrize(
@@ -110,3 +111,32 @@ def test_a_changed_byte_gives_what_the_general_way_gives(at: int, byte: int) -> 
         body = msgpack.unpackb(bytes(header))
         assert [VERSION, 45, push.sender, *push.epoch, push.run] == body[:6]
         assert push.message == PushBatch(*body[6:])
+
+
+@given(st.integers(fixed.PUSH_HEAD_NBYTES, fixed.PUSH_NBYTES - 1), st.integers(0, 255), st.booleans())
+def test_the_numbers_alone_are_those_of_the_message(at: int, byte: int, pull: bool) -> None:
+    """Or there are none, where the general way finds something that is no plain push, or nothing."""
+    header = bytearray(encode(PushBatch(1, 2, 3, ADD, 1, pull, False, 6, 7, 8), 9, Epoch(10, 11), 12))
+    header[at] = byte
+    numbers = fixed.numbers_of(bytes(header[fixed.PUSH_HEAD_NBYTES :]) + b"the payload")
+    push = fixed.read_push(bytes(header))
+    assert numbers == (None if push is None else fixed.push_numbers(push.message))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "push",
+    [PushBatch(1, 2, 3, ADD, 5, True), PushBatch(1, 2, 3, ASSIGN, 1, True), PushBatch(1, 2, 3, ADD, 1, True, True)],
+)
+def test_only_one_sample_that_is_added_is_told_by_numbers(push: PushBatch) -> None:
+    assert fixed.push_numbers(push) is None
+
+
+@given(st.integers(0, fixed.VALUES_NBYTES - 1), st.integers(0, 255))
+def test_a_changed_byte_of_an_answer_gives_what_the_general_way_gives(at: int, byte: int) -> None:
+    header = bytearray(encode(Values(7, (3,)), 9, Epoch(10, 11), 12))
+    header[at] = byte
+    answer = fixed.read_values(bytes(header))
+    if answer is not None:
+        decoded = decode(bytes(header))
+        assert type(decoded.message) is Values
+        assert answer == (decoded.epoch, decoded.run, decoded.message.request)

@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import Gathered, LocalCall
+from kvd.core.machine import Gathered, LocalCall, ServerPeer
 from kvd.core.requests import ListTransfer
-from kvd.core.server.express import ExpressRounds
+from kvd.core.server.express import ExpressRounds, Round
 from kvd.core.server.lane import PushLane
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.row_lane import RowLane
+from kvd.core.worker.asking import Asker
 from kvd.core.worker.express import Express
+from kvd.core.worker.express_flights import ExpressFlights
+from kvd.core.worker.flights import Flight, Flights, Trip
 from kvd.core.worker.keys import KeyGroup
-from kvd.core.worker.lane import Flight, Lane
+from kvd.core.worker.lane import Lane
 from kvd.core.worker.list_moves import Whole
 from kvd.core.worker.loads import ListLoad
 from kvd.core.worker.machine import WorkerMachine
+from kvd.core.worker.steps import StepCounter, Steps
 from kvd.testing.campaign import CAMPAIGNS
 from kvd.testing.trace import Trace
 
@@ -31,8 +35,11 @@ COMPARED = (
     "list training",
     "refusals, timeouts",
     "tables, nasty",
+    "in flight, nasty",
+    "in flight, long pauses",
 )
 NOTICED = (
+    "in flight",
     "rounds, nasty",
     "lists, stale by 1",
     "refusals, stale by 1",
@@ -49,12 +56,13 @@ SOAK_SEEDS = 100
 
 
 class Seen:
-    """How often calls went by the lane of a worker, those on lists among them, were completed there, and left it; how
-    often something else passed by a call; the same of the express way; and how many pushes the lanes of servers took,
-    those of batches, those that were held for their rounds, and those of tables."""
+    """How often calls went by the lane of a worker, joined others there, those on lists among them, were completed
+    there, and left it; how often something else passed by those in flight; the same of the express ways; and how many
+    pushes the lanes of servers took, those of batches, those that were held for their rounds, and those of tables."""
 
     def __init__(self) -> None:
-        self.begun = self.listed = self.left = self.passed = self.express = self.handed_over = 0
+        self.begun = self.joined = self.listed = self.left = self.passed = self.express = self.handed_over = 0
+        self.flights = self.landed = 0
         self.taken = self.held = self.rows_taken = 0
 
 
@@ -63,22 +71,25 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Ticks are left out of the digests: a machine may be woken for the deadline of a call that is over."""
     seen, begin, give_up, take, record = Seen(), Lane.begin, Lane.give_up, PushLane._take, Trace.record
     begin_express, hand_over, hold = Express.begin, Express.give_up, PushLane.hold
-    take_rows, lets_pass = RowLane._take_push, Lane.lets_pass
+    begin_flight, end_flight = ExpressFlights.begin, ExpressFlights.end
+    take_rows, leaves_alone = RowLane._take_push, Lane.leaves_alone
 
     def counting(lane: Lane, event: LocalCall, request: Any, now: float) -> bool:
         begun = begin(lane, event, request, now)
         seen.begun += begun
+        seen.joined += begun and len(lane) > 1
         seen.listed += begun and isinstance(request, ListTransfer)
         return begun
 
     def passing(lane: Lane, *arguments: Any) -> bool:
-        passes = lets_pass(lane, *arguments)
+        passes = leaves_alone(lane, *arguments)
         seen.passed += passes
         return passes
 
-    def leaving(lane: Lane) -> Flight:
-        seen.left += 1
-        return give_up(lane)
+    def leaving(lane: Lane) -> list[Flight]:
+        flights = give_up(lane)
+        seen.left += len(flights)
+        return flights
 
     def taking(lane: PushLane, *arguments: Any) -> bool:
         taken = take(lane, *arguments)
@@ -90,13 +101,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.express += begun
         return begun
 
-    def handing_over(express: Express) -> tuple[Flight, float]:
+    def counting_flights(flights: ExpressFlights, *arguments: Any) -> bool:
+        begun = begin_flight(flights, *arguments)
+        seen.flights += begun
+        return begun
+
+    def ending(flights: ExpressFlights, *arguments: Any) -> Trip | None:
+        trip = end_flight(flights, *arguments)
+        seen.landed += trip is not None
+        return trip
+
+    def handing_over(express: Express) -> tuple[Flight, ServerPeer]:
         seen.handed_over += 1
         return hand_over(express)
 
-    def holding(lane: PushLane, *arguments: Any) -> bool:
+    def holding(lane: PushLane, *arguments: Any) -> Round | None:
         held = hold(lane, *arguments)
-        seen.held += held
+        seen.held += held is not None
         return held
 
     def taking_rows(lane: RowLane, *arguments: Any) -> bool:
@@ -110,10 +131,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     monkeypatch.setattr(Lane, "begin", counting)
     monkeypatch.setattr(Lane, "give_up", leaving)
-    monkeypatch.setattr(Lane, "lets_pass", passing)
+    monkeypatch.setattr(Lane, "leaves_alone", passing)
     monkeypatch.setattr(PushLane, "_take", taking)
     monkeypatch.setattr(Express, "begin", counting_express)
     monkeypatch.setattr(Express, "give_up", handing_over)
+    monkeypatch.setattr(ExpressFlights, "begin", counting_flights)
+    monkeypatch.setattr(ExpressFlights, "end", ending)
     monkeypatch.setattr(PushLane, "hold", holding)
     monkeypatch.setattr(RowLane, "_take_push", taking_rows)
     monkeypatch.setattr(Trace, "record", recording)
@@ -126,12 +149,13 @@ def compare(name: str, seed: int) -> None:
         for way, method in (
             (Lane, "begin"),
             (Express, "begin"),
+            (ExpressFlights, "begin"),
             (PushLane, "_take"),
-            (PushLane, "hold"),
             (RowLane, "_take_push"),
             (RowLane, "_take_pull"),
         ):
             patch.setattr(way, method, lambda *arguments: False)
+        patch.setattr(PushLane, "hold", lambda *arguments: None)
         assert CAMPAIGNS[name].run(seed).digest() == with_lanes, f"seed {seed}"
 
 
@@ -142,11 +166,13 @@ def test_lanes_change_nothing(seen: Seen) -> None:
     # Undisturbed trainings are run once for all tests of a process, so another test may have had theirs.
     assert seen.left > 20
     assert seen.begun - seen.left > 20
+    assert seen.joined > 20
     assert seen.listed > 20
     assert seen.passed > 5
     assert seen.taken > 20
     assert seen.handed_over > 20
     assert seen.express - seen.handed_over > 20
+    assert seen.flights > seen.landed > 20
     assert seen.held > 20
     assert seen.rows_taken > 5
 
@@ -161,6 +187,20 @@ def test_lanes_change_nothing_soak(name: str, seen: Seen) -> None:
 
 def never(*arguments: Any) -> bool:
     return True
+
+
+def nothing(*arguments: Any) -> Any:
+    return None
+
+
+def take_none(asker: Asker, count: int) -> int:
+    """The numbers are given again."""
+    return asker.next_number
+
+
+def steps_of_one(steps: StepCounter, clock: int, oldest: int) -> Steps:
+    """As if no other push were in flight."""
+    return Steps(clock, clock - 1)
 
 
 def stage_at_once(log: SliceLog, contribution: Any, push: Any) -> bool:
@@ -182,13 +222,20 @@ def first_ones(whole: Whole, sources: Sequence[Any]) -> Gathered:
 # What the lanes must look at. Without it, a run differs or a checker complains.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "batches that the server does not know": lambda patch: patch.setattr(Lane, "_may_send", never),
-    "request numbers": lambda patch: patch.setattr("kvd.core.worker.asking.Asker.skip", lambda *arguments: None),
+    "request numbers": lambda patch: patch.setattr(Asker, "give_next", nothing),
+    "request numbers of those that ended": lambda patch: patch.setattr(Asker, "take", take_none),
+    "steps": lambda patch: patch.setattr(StepCounter, "begin_in_lane", steps_of_one),
+    "steps that were said": lambda patch: patch.setattr(StepCounter, "repeat", nothing),
+    "which keys are in flight": lambda patch: patch.setattr(Flights, "has_any_of", nothing),
+    "what concerns those in flight": lambda patch: patch.setattr(Lane, "leaves_alone", never),
+    "retries that are due": lambda patch: patch.setattr(Lane, "is_due", nothing),
+    "express flights: what may have changed": lambda patch: patch.setattr(ExpressFlights, "_is_still", never),
     "server: what was pushed before": lambda patch: patch.setattr(SliceLog, "stage_next", stage_at_once),
     "server: what may have changed": lambda patch: patch.setattr(PushLane, "forget", lambda lane: None),
     "server: what is held when something else comes": lambda patch: patch.setattr(
         ExpressRounds, "materialize", lambda *arguments: None
     ),
-    "server: who has yet to push": lambda patch: patch.setattr(ExpressRounds, "_is_complete", never),
+    "server: who has yet to push": lambda patch: patch.setattr(SliceLog, "due", lambda *arguments: set()),
     "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
     "server: what may have changed for rows": lambda patch: patch.setattr(RowLane, "forget", lambda lane: None),
     "server: rows that nobody waits for": lambda patch: patch.setattr(
@@ -204,8 +251,7 @@ MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "kvd.core.worker.keys.move_to", lambda *arguments: None
     ),
     "which values of a list": lambda patch: patch.setattr(Whole, "gathered", first_ones),
-    "what passes by": lambda patch: patch.setattr(Lane, "lets_pass", never),
-    "heartbeats": lambda patch: patch.setattr(WorkerMachine, "_tick_session", lambda *arguments: None),
+    "what is due": lambda patch: patch.setattr(WorkerMachine, "_do_what_is_due", nothing),
 }
 
 

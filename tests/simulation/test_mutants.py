@@ -43,10 +43,9 @@ def ack_before_applied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SliceLog, "committed_clock", SliceLog.counted_clock)
     close = Pushes.apply
 
-    def hasty(pushes: Pushes, group: FusedGroup, record: Record, *applied: Any) -> int:
-        job = close(pushes, group, record, *applied)
+    def hasty(pushes: Pushes, group: FusedGroup, record: Record) -> None:
+        close(pushes, group, record)
         pushes._waiters.settle(group)
-        return job
 
     patch.setattr(Pushes, "apply", hasty)
 

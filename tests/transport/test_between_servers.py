@@ -76,7 +76,7 @@ async def two_servers(way: str) -> AsyncIterator[tuple[Node, Node, ServerPeer, S
 def test_two_servers_send_each_other_records_and_answers_at_the_same_time(way: str) -> None:
     async def main() -> None:
         async with two_servers(way) as (one, two, name_of_one, name_of_two):
-            bodies = [pattern(nbytes, nbytes) for nbytes in (1, 20_000, MIB, 3 * MIB + 5)]
+            bodies = [pattern(nbytes, nbytes) for nbytes in (1, 70_000, MIB, 3 * MIB + 5)]
             for number, body in enumerate(bodies):
                 assert one.send(name_of_two, b"one %d" % number, body)
                 assert two.send(name_of_one, b"two %d" % number, body)

@@ -12,6 +12,7 @@ import pytest
 
 from kvd.core.machine import LinkPeer, Span
 from kvd.core.principals import HOLDER
+from kvd.transport.expected import ExpectedFrame
 from kvd.transport.frames import INLINE, PREFIX, inline_frame
 from kvd.transport.link import Link
 from kvd.transport.link_proof import Medium, Proven
@@ -32,6 +33,7 @@ class Node:
         self.noticed: list[Link] = []
         self.reader = LinkReader(self._notice)
         self.links: list[Link] = []
+        self.expected = ExpectedFrame(HEAD + bytes(1 + len(PAYLOAD)), len(HEAD))
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def _notice(self, link: Link) -> None:
@@ -48,7 +50,13 @@ class Node:
         self.reader.add(link)
 
     def wait_for(self, timeout_s: float = 10.0) -> bytes | None:
-        return self.reader.wait_for(self.links[0], HEAD, 1 + len(PAYLOAD), timeout_s, self.wake)
+        """What the frame has behind HEAD."""
+        taken = self.reader.wait_for(self.links[0], self.expected, timeout_s, self.wake)
+        return bytes(self.expected.buffer[len(HEAD) :]) if taken else None
+
+    def wait_briefly(self) -> bytes | None:
+        taken = self.reader.wait_briefly(self.links[0], self.expected, self.wake)
+        return bytes(self.expected.buffer[len(HEAD) :]) if taken else None
 
     def close(self) -> None:
         self.reader.close("closed")
@@ -82,11 +90,14 @@ def test_the_expected_frame_is_taken_and_not_delivered(nodes: tuple[Node, Node])
 
 
 def test_what_follows_it_is_delivered(nodes: tuple[Node, Node]) -> None:
+    """It is in the socket still, so that the next poll announces it."""
     here, there = nodes
     answer(there.links[0])
     answer(there.links[0], b"another")
     answer(there.links[0], b"and one more")
     assert here.wait_for() == HEADER[-1:] + PAYLOAD
+    assert select.select([here.reader.fileno()], [], [], 0)[0]
+    here.reader.read()
     assert here.arrived == [b"another", b"and one more"]
 
 
@@ -145,6 +156,46 @@ def test_the_time_is_up(nodes: tuple[Node, Node]) -> None:
     here, _ = nodes
     assert here.wait_for(0.01) is None
     assert not select.select([here.reader.fileno()], [], [], 0)[0]
+
+
+def test_a_short_wait_is_for_the_only_link(nodes: tuple[Node, Node]) -> None:
+    here, there = nodes
+    is_only = len(here.links) == 1
+    for _ in range(2):
+        answer(there.links[0])
+        assert here.wait_briefly() == (HEADER[-1:] + PAYLOAD if is_only else None)
+    answer(there.links[0], b"another")
+    assert here.wait_briefly() is None
+    assert here.arrived == ([b"another"] if is_only else [])
+    assert here.wait_briefly() is None  # nothing comes
+    os.eventfd_write(here.wake, 1)
+    assert here.wait_briefly() is None
+    assert os.eventfd_read(here.wake) == 1
+
+
+def test_a_short_wait_ends_with_the_link(nodes: tuple[Node, Node]) -> None:
+    here, there = nodes
+    there.links[0].end("gone")
+    assert here.wait_briefly() is None
+    here.reader.read()
+    assert not here.links[0].is_up
+    assert here.links[0] in here.noticed
+
+
+def test_a_new_link_is_polled_in_place_of_the_old_one(nodes: tuple[Node, Node]) -> None:
+    here, there = nodes
+    assert here.wait_briefly() is None
+    for link in here.links:
+        link.end("gone")
+        here.reader.remove(link)
+    here.links.clear()
+    there.links.clear()
+    for node, connection in zip((here, there), socket.socketpair(), strict=True):
+        node.add(connection)
+        node.reader.read()
+    here.reader.read()
+    answer(there.links[0])
+    assert here.wait_briefly() == HEADER[-1:] + PAYLOAD
 
 
 def test_a_prepared_frame_is_that_of_the_message(nodes: tuple[Node, Node]) -> None:

@@ -95,7 +95,7 @@ def test_memory_is_reused_only_after_the_receiver_dropped_it() -> None:
         assert left.arena.locate(block_of(left, MIB)) == place
 
 
-@pytest.mark.parametrize(("nbytes", "count"), [(20_000, 40), (4 * MIB, 10)], ids=["by number", "by bytes"])
+@pytest.mark.parametrize(("nbytes", "count"), [(70_000, 40), (4 * MIB, 10)], ids=["by number", "by bytes"])
 def test_many_payloads_are_released_without_traffic(nbytes: int, count: int) -> None:
     with pair() as (left, right):
         right.keeps = False
@@ -113,7 +113,7 @@ def test_many_payloads_are_released_without_traffic(nbytes: int, count: int) -> 
 
 def test_more_releases_than_fit_into_one_frame() -> None:
     with pair() as (left, right):
-        block = block_of(left, 20_000)
+        block = block_of(left, 70_000)
         for _ in range(1000):
             assert left.send(b"h", block)
         until(lambda: len(right.messages) == 1000, right)

@@ -18,8 +18,8 @@ from tests.transport.link_harness import MIB, End, block_of, pair, pattern, unti
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-K16 = INLINE_BELOW_BYTES
-SIZES = [0, 1, 7, 8, K16 - 1, K16, K16 + 1, 100_000, MIB, 64 * MIB]
+EDGE = INLINE_BELOW_BYTES
+SIZES = [0, 1, 7, 8, EDGE - 1, EDGE, EDGE + 1, 100_000, MIB, 64 * MIB]
 
 
 @pytest.mark.parametrize("limit_bytes", [256 * MIB, 0], ids=["shared memory", "inline"])
@@ -54,7 +54,7 @@ def test_headers_up_to_the_limit_arrive_and_larger_ones_are_refused() -> None:
 @pytest.mark.parametrize("limit_bytes", [256 * MIB, 0], ids=["shared memory", "inline"])
 def test_what_is_held_leaves_with_the_next_payload_or_at_the_end(limit_bytes: int, nbytes: int) -> None:
     with pair(limit_bytes) as (left, right):
-        holding = left.link._sink.holding
+        holding = left.link.delivery.sink.holding
 
         def received() -> list[bytes]:
             return [header for header, _ in right.messages]
@@ -81,7 +81,7 @@ def test_what_is_held_leaves_with_the_next_payload_or_at_the_end(limit_bytes: in
 
 def test_few_frames_are_held_at_once() -> None:
     with pair() as (left, right):
-        holding = left.link._sink.holding
+        holding = left.link.delivery.sink.holding
         holding.begin()
         for number in range(MOST_HELD):
             assert not right.messages
@@ -148,7 +148,7 @@ def test_segments_are_announced_in_order_behind_queued_frames() -> None:
     with pair(64 * MIB) as (left, right):
         count = 0
         while not left.link.has_queued:
-            assert left.send(b"before", bytes(K16))
+            assert left.send(b"before", bytes(EDGE))
             count += 1
         blocks = [block_of(left, 4 * MIB, number) for number in range(5)]
         for block in blocks:
@@ -171,7 +171,7 @@ def test_random_payloads_in_both_directions_with_digests() -> None:
             mine = random.Random(seed)
             source = pattern(3 * MIB, seed)
             for _ in range(400):
-                nbytes = mine.choice([0, 10, 1000, K16, K16 + 1, 100_000, 700_000, 2 * MIB + 13])
+                nbytes = mine.choice([0, 10, 1000, EDGE, EDGE + 1, 100_000, 700_000, 2 * MIB + 13])
                 start = mine.randrange(source.nbytes - nbytes)
                 body = source[start : start + nbytes]
                 if mine.random() < 0.5 and (block := end.arena.allocate(nbytes)) is not None:

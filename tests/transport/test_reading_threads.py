@@ -23,14 +23,14 @@ def test_a_waiting_thread_reads_for_itself_and_the_loop_goes_on() -> None:
             wake = os.eventfd(0)
 
             def ask() -> int:
-                client.transport.reader.pause_loop()
+                client.transport.reader.pause.begin()
                 try:
                     assert client.send(incarnation, b"question")
                     deadline = time.monotonic() + 10
                     while not client.messages and time.monotonic() < deadline:
                         client.transport.reader.wait(1.0, wake)
                 finally:
-                    client.transport.reader.resume_loop()
+                    client.transport.reader.pause.end()
                 return threading.get_ident()
 
             asking = asyncio.create_task(asyncio.to_thread(ask))
@@ -54,17 +54,17 @@ def test_messages_that_arrive_while_the_loop_is_paused_are_read_afterwards() -> 
             await eventually(lambda: server.messages)
             peer = server.messages[0][0]
             for number in range(300):
-                client.transport.reader.pause_loop()
-                client.transport.reader.pause_loop()
+                client.transport.reader.pause.begin()
+                client.transport.reader.pause.begin()
                 assert server.send(peer, b"%d" % number)
                 if number % 50 == 0:
                     await asyncio.sleep(0.02)
                     assert len(client.messages) == number
-                client.transport.reader.resume_loop()
+                client.transport.reader.pause.end()
                 if number % 50 == 0:
                     await asyncio.sleep(0.02)
                     assert len(client.messages) == number
-                client.transport.reader.resume_loop()
+                client.transport.reader.pause.end()
                 await eventually(lambda number=number: len(client.messages) == number + 1)  # type: ignore[misc]
 
     run(main)
@@ -77,13 +77,13 @@ def test_the_loop_finishes_a_flood_where_a_waiting_thread_left_it() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"hello")
             await eventually(lambda: server.messages)
-            client.transport.reader.pause_loop()
+            client.transport.reader.pause.begin()
             for _ in range(1000):
                 assert server.send(server.messages[0][0], b"flood")
             wake = os.eventfd(0)
             assert await asyncio.to_thread(client.transport.reader.wait, 1.0, wake)
             assert 0 < len(client.messages) < 1000
-            client.transport.reader.resume_loop()
+            client.transport.reader.pause.end()
             await eventually(lambda: len(client.messages) == 1000)
             os.close(wake)
 
@@ -124,15 +124,15 @@ def test_threads_and_the_loop_read_together_without_loss_or_reordering() -> None
                 wake = os.eventfd(0)
                 while not stop.is_set():
                     if pauses:
-                        client.transport.reader.pause_loop()
+                        client.transport.reader.pause.begin()
                     client.transport.reader.wait(0.01, wake)
                     if pauses:
-                        client.transport.reader.resume_loop()
+                        client.transport.reader.pause.end()
                 os.close(wake)
 
             readers = [asyncio.create_task(asyncio.to_thread(read, pauses)) for pauses in (True, False)]
             for number in range(3000):
-                assert server.send(peer, b"%d" % number, bytes(20_000 if number % 7 == 0 else 10))
+                assert server.send(peer, b"%d" % number, bytes(70_000 if number % 7 == 0 else 10))
                 if number % 20 == 0:
                     await asyncio.sleep(0)
             await eventually(lambda: len(client.messages) == 3000)

@@ -52,12 +52,12 @@ def test_both_ends_know_what_the_link_is(keys: Curve | None) -> None:
     with_pair(program, keys)
 
 
-K16 = INLINE_BELOW_BYTES
+EDGE = INLINE_BELOW_BYTES
 
 
 @pytest.mark.parametrize(
     "nbytes",
-    [0, 1, 7, K16, K16 + 1, RECORD_BYTES - 1, RECORD_BYTES, RECORD_BYTES + 1, 3 * MIB + 5, 64 * MIB],
+    [0, 1, 7, EDGE, EDGE + 1, RECORD_BYTES - 1, RECORD_BYTES, RECORD_BYTES + 1, 3 * MIB + 5, 64 * MIB],
 )
 def test_payloads_of_any_size_arrive(nbytes: int, keys: Curve | None) -> None:
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
@@ -86,7 +86,7 @@ def test_large_frames_that_were_held_arrive(keys: Curve | None) -> None:
         holding.begin()
         for header in headers:
             assert server.send(peer, header)
-        assert server.send(peer, b"payload", bytes(K16))
+        assert server.send(peer, b"payload", bytes(EDGE))
         holding.end()
         await eventually(lambda: len(client.messages) == MOST_HELD)
         assert [message[1] for message in client.messages] == [*headers, b"payload"]
@@ -129,14 +129,14 @@ def test_many_messages_in_both_directions_over_many_keys(monkeypatch: pytest.Mon
         await eventually(lambda: server.messages)
         peer = server.messages.pop()[0]
         for number in range(500):
-            body = pattern(30_000 if number % 5 == 0 else 10, number)
+            body = pattern(70_000 if number % 5 == 0 else 10, number)
             assert client.send(incarnation, b"%d" % number, body)
             assert server.send(peer, b"%d" % number, body)
         await eventually(lambda: len(server.messages) == len(client.messages) == 500)
         for node in (client, server):
             assert [header for _, header, _ in node.messages] == [b"%d" % number for number in range(500)]
             assert all(
-                body == memoryview(pattern(30_000 if number % 5 == 0 else 10, number))
+                body == memoryview(pattern(70_000 if number % 5 == 0 else 10, number))
                 for number, (_, _, body) in enumerate(node.messages)
             )
 
@@ -176,7 +176,7 @@ def test_program_threads_read_links_over_tcp_while_they_wait(keys: Curve | None)
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         assert client.send(incarnation, b"hello")
         await eventually(lambda: server.messages)
-        client.transport.reader.pause_loop()
+        client.transport.reader.pause.begin()
         waker, other = socket.socketpair()
         with waker, other:
             answer = asyncio.create_task(asyncio.to_thread(client.transport.reader.wait, 20.0, waker.fileno()))
@@ -188,7 +188,7 @@ def test_program_threads_read_links_over_tcp_while_they_wait(keys: Curve | None)
             other.send(b"x")
             await answer
         assert threading.get_ident() not in client.threads
-        client.transport.reader.resume_loop()
+        client.transport.reader.pause.end()
 
     with_pair(program, keys)
 
@@ -313,7 +313,7 @@ def test_records_larger_than_their_frame_and_shared_memory_are_refused() -> None
         (link,) = client.transport.reader.links
         writer = link._out._writer
         assert isinstance(writer, sealed_stream.SealedWriter)
-        writer.write(bytes(200_000), None, False)
+        writer.write(bytes(300_000), None, False)
         await eventually(lambda: server.garbage)
         assert "goes beyond its frame" in server.garbage[0]
 

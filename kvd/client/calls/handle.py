@@ -71,6 +71,9 @@ class Handle:
             NotAllowed: `timeout` is not a number of seconds.
             KvdError: the call failed; see the call for its errors.
         """
+        if timeout is None and self._promise.has_result():
+            self.claimed = True
+            return self._deliver(self._promise.result())
         return self._deliver(self._ask(self._promise.result, timeout))
 
     def result(self, timeout: float | None = None) -> Any:
@@ -127,6 +130,10 @@ class Handle:
     def on_end(self, told: Callable[[Promise], None]) -> None:
         """Calls `told` when the call has ended, in the thread that ends it; at once if it has ended."""
         self._promise.on_end(told)
+
+    def on_error(self, told: Callable[[Promise], None]) -> None:
+        """The same if the call fails."""
+        self._promise.on_error(told)
 
     def release_result(self) -> None:
         """The call has failed, so it has no result: lets go of the arrays that it would have filled."""

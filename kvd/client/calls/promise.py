@@ -16,7 +16,7 @@ class Promise:
     """Set once, on any thread. Any number of threads and event loops may wait for it. It cannot be cancelled: a waiter
     may give up, but the call goes on and can be waited for again."""
 
-    __slots__ = ("_done", "_error", "_event", "_lock", "_result", "_told", "_waiting")
+    __slots__ = ("_done", "_error", "_event", "_lock", "_result", "_told", "_told_of_errors", "_waiting")
 
     def __init__(self, waiting: Callable[[Promise], AbstractContextManager[None]] | None = None) -> None:
         """`waiting` gives a context in which a thread waits for the end, without a timeout."""
@@ -27,6 +27,7 @@ class Promise:
         self._error: BaseException | None = None
         self._event: threading.Event | None = None  # created by the first waiter
         self._told: list[Callable[[Promise], None]] = []
+        self._told_of_errors: list[Callable[[Promise], None]] = []
 
     def done(self) -> bool:
         """Whether it has ended, with a result or an error."""
@@ -43,13 +44,17 @@ class Promise:
     def _end(self) -> None:
         with self._lock:
             self._done = True
-            event, told = self._event, self._told
+            event, told, told_of_errors = self._event, self._told, self._told_of_errors
         if event is not None:
             event.set()
+        if told_of_errors:
+            if self._error is not None:
+                told[:0] = told_of_errors
+            told_of_errors.clear()  # they may refer to this promise: such a cycle would keep the arrays of the call
         if told:
             for tell in told:
                 tell(self)
-            told.clear()  # they may refer to this promise: such a cycle would keep the arrays of the call
+            told.clear()  # the same
 
     def on_end(self, tell: Callable[[Promise], None]) -> None:
         """Calls `tell` on the thread that ends it, or at once if it has ended."""
@@ -58,6 +63,19 @@ class Promise:
                 self._told.append(tell)
                 return
         tell(self)
+
+    def on_error(self, tell: Callable[[Promise], None]) -> None:
+        """The same if it ends with an error, and before those of `on_end` are called."""
+        with self._lock:
+            if not self._done:
+                self._told_of_errors.append(tell)
+                return
+        if self._error is not None:
+            tell(self)
+
+    def has_result(self) -> bool:
+        """Whether it has ended well."""
+        return self._done and self._error is None
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits up to `timeout` seconds and returns the result. Raises the error that the call ended with, or

@@ -19,18 +19,21 @@ class UnobservedErrors:
 
     At most `MOST_KEPT` failed calls are kept. Once there are that many, the next call on any key raises their errors,
     and failed calls that come before it are only counted.
+
+    Attributes:
+        failed: the calls that are kept, by number, in the order in which they failed. To look at.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._failed: dict[int, tuple[frozenset[str], Handle, KvdError]] = {}  # in the order in which they failed
+        self.failed: dict[int, tuple[frozenset[str], Handle, KvdError]] = {}
         self._by_key: dict[str, set[int]] = {}
         self._not_kept = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """How many failed calls are kept. Some of them may have been observed by now."""
-        return len(self._failed)
+        return len(self.failed)
 
     def clear(self) -> None:
         """Forgets them all."""
@@ -40,21 +43,21 @@ class UnobservedErrors:
     def watch(self, names: Sequence[str], handle: Handle) -> Handle:
         """Keeps the error of the call on these keys, if it fails, until its handle or a later call raises it."""
 
-        def ended(promise: Promise) -> None:
+        def failed(promise: Promise) -> None:
             error = promise.exception()
             if isinstance(error, KvdError):
                 handle.release_result()
                 self._keep(frozenset(names), handle, error)
 
-        handle.on_end(ended)
+        handle.on_error(failed)
         return handle
 
     def raise_for(self, names: Sequence[str] | None) -> None:
         """Raises the first unobserved error of the calls on these keys (None: on any key), with the others as notes."""
-        if not self._failed:
+        if not self.failed:
             return
         with self._lock:
-            if names is None or len(self._failed) >= MOST_KEPT:
+            if names is None or len(self.failed) >= MOST_KEPT:
                 taken, not_kept = self._take_all()
             else:
                 taken, not_kept = self._take(names), 0
@@ -71,18 +74,18 @@ class UnobservedErrors:
 
     def _keep(self, keys: frozenset[str], handle: Handle, error: KvdError) -> None:
         with self._lock:
-            if len(self._failed) >= MOST_KEPT:
+            if len(self.failed) >= MOST_KEPT:
                 self._not_kept += 1
                 return
             number = next(self._numbers)
-            self._failed[number] = keys, handle, error
+            self.failed[number] = keys, handle, error
             for key in keys:
                 self._by_key.setdefault(key, set()).add(number)
 
     def _take(self, names: Sequence[str]) -> list[tuple[frozenset[str], Handle, KvdError]]:
         """Removes the failed calls on these keys, without looking at others."""
         numbers = sorted({number for name in names for number in self._by_key.get(name, ())})
-        taken = [self._failed.pop(number) for number in numbers]
+        taken = [self.failed.pop(number) for number in numbers]
         for number, (keys, _, _) in zip(numbers, taken, strict=True):
             for key in keys:
                 mine = self._by_key[key]
@@ -93,6 +96,7 @@ class UnobservedErrors:
 
     def _take_all(self) -> tuple[list[tuple[frozenset[str], Handle, KvdError]], int]:
         """Removes all. Returns those that were kept, and how many were not."""
-        taken, not_kept = list(self._failed.values()), self._not_kept
-        self._failed, self._by_key, self._not_kept = {}, {}, 0
+        taken, not_kept = list(self.failed.values()), self._not_kept
+        self.failed.clear()
+        self._by_key, self._not_kept = {}, 0
         return taken, not_kept

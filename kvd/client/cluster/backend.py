@@ -121,6 +121,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
             compression,
             tables,
             engine.express_way(bound, settings.slice_bytes),
+            engine.express_flight_way(bound, settings.slice_bytes),
         ),
         tables=tables,
         assignments=assignments,

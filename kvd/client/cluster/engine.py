@@ -24,8 +24,10 @@ from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express import ExpressWay
+from kvd.client.cluster.express_flights import ExpressFlightWay
 from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
+from kvd.client.cluster.trips import OrdinaryCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
 from kvd.config import Config
 from kvd.core.machine import SCHEDULER, Complete, HandshakeFailed, LocalCall
@@ -167,7 +169,29 @@ class Engine:
             bound: the keys whose arrays are the store's.
             slice_bytes: the size of the slices in this cluster.
         """
+        ordinary = OrdinaryCalls(
+            self._calls,
+            self._users,
+            self.submit,
+            self.wait,
+            self.take_back,
+            answer_s=self.config.request_timeout_s,
+            round_s=self.config.round_timeout_s,
+        )
         return ExpressWay(
+            self.machine,
+            self._driver,
+            self.transport,
+            self._waiter,
+            self._users,
+            bound,
+            ordinary,
+            slice_bytes=slice_bytes,
+        )
+
+    def express_flight_way(self, bound: BoundKeys, slice_bytes: int) -> ExpressFlightWay:
+        """The same of calls with handles, many of which are in flight. There is one, which takes the answers."""
+        way = ExpressFlightWay(
             self.machine,
             self._driver,
             self.transport,
@@ -175,13 +199,13 @@ class Engine:
             self._calls,
             self._users,
             bound,
-            self.submit,
             self.wait,
-            self.take_back,
             slice_bytes=slice_bytes,
             answer_s=self.config.request_timeout_s,
             round_s=self.config.round_timeout_s,
         )
+        self._driver.receiver.takes_answer = way.take
+        return way
 
     @property
     def is_well(self) -> bool:

@@ -22,17 +22,28 @@ class OpenCalls:
     def __init__(self) -> None:
         self.written = WrittenKeys()
         self._promises: dict[int, Promise] = {}
+        self._failure: KvdError | None = None  # of all calls, from now on
         self._numbers = count(1)
 
     def begin(self, promise: Promise) -> int:
-        """The number of a new call."""
+        """The number of a new call. It fails at once after `fail_all`."""
         number = next(self._numbers)
         self._promises[number] = promise
+        if self._failure is not None and self._promises.pop(number, None) is promise:
+            promise.set_exception(self._failure)
         return number
 
     def forget(self, number: int) -> None:
         """The call has not become one of the machine, or has ended without it."""
         self._promises.pop(number, None)
+
+    def keep(self, number: int) -> bool:
+        """The call has ended well without the machine. False if it has ended before."""
+        promise = self._promises.pop(number, None)
+        if promise is None:
+            return False
+        promise.set_result(None)
+        return True
 
     def end(self, complete: Complete) -> bool:
         """Ends the call as the machine says. False if it has ended before."""
@@ -46,6 +57,8 @@ class OpenCalls:
         return True
 
     def fail_all(self, error: KvdError) -> None:
+        """Ends all calls, and those that begin later, with this error or an earlier one."""
+        self._failure = self._failure or error
         while self._promises:
             with suppress(KeyError):  # another thread has just taken the last one
                 self._promises.popitem()[1].set_exception(error)

@@ -13,8 +13,9 @@ from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 
 
-class _User:
-    """A thread or a coroutine. Only itself writes to it. As a context, it waits: see `waiting`."""
+class User:
+    """A thread or a coroutine. Only itself writes to it, or who finds out what it waits for (`Trip.become_ordinary`).
+    As a context, it waits: see `waiting`."""
 
     __slots__ = ("awaited", "entered", "is_there")
 
@@ -23,7 +24,7 @@ class _User:
         self.awaited: Promise | None = None  # what it waits for, without a timeout
         self.entered = 0  # how often it has begun to wait
 
-    def waiting(self, promise: Promise) -> _User:
+    def waiting(self, promise: Promise) -> User:
         """A context in which it waits, without a timeout."""
         self.awaited = promise
         self.entered += 1
@@ -46,27 +47,27 @@ class StoreUsers:
 
     def __init__(self) -> None:
         self._here = threading.local()
-        self._users: list[_User] = []
+        self._users: list[User] = []
         self._entered_before = 0  # by users that are gone
         self._lock = threading.Lock()
 
-    def this_thread(self) -> _User:
+    def this_thread(self) -> User:
         """This thread uses the store."""
-        user: _User | None = getattr(self._here, "user", None)
+        user: User | None = getattr(self._here, "user", None)
         if user is None:
-            user = self._here.user = _User(threading.current_thread().is_alive)
+            user = self._here.user = User(threading.current_thread().is_alive)
             self.add(user)
         return user
 
     def exempt_this_thread(self) -> None:
         """This thread works for the users, and is none of them."""
-        self._here.user = _User(lambda: False)
+        self._here.user = User(lambda: False)
 
-    def waiting(self, promise: Promise) -> _User:
+    def waiting(self, promise: Promise) -> User:
         """A context in which this thread waits, without a timeout."""
         return self.this_thread().waiting(promise)
 
-    def add(self, user: _User) -> None:
+    def add(self, user: User) -> None:
         """One more user. Those that are gone are forgotten."""
         with self._lock:
             self._forget_the_gone()
@@ -86,7 +87,7 @@ class StoreUsers:
             return entered, [user.awaited for user in self._users]
 
 
-_COROUTINE: ContextVar[_User] = ContextVar("the coroutine of an engine")
+_COROUTINE: ContextVar[User] = ContextVar("the coroutine of an engine")
 
 
 class Coroutines:
@@ -99,11 +100,11 @@ class Coroutines:
 
     def start(self, coroutine: Coroutine[Any, Any, Any], promise: Promise) -> None:
         """Runs it. On the loop; the promise tells its end."""
-        user = _User(lambda: promise in self._tasks)
+        user = User(lambda: promise in self._tasks)
         self._tasks[promise] = asyncio.get_running_loop().create_task(self._run(coroutine, promise, user))
         self._users.add(user)
 
-    async def _run(self, coroutine: Coroutine[Any, Any, Any], promise: Promise, user: _User) -> None:
+    async def _run(self, coroutine: Coroutine[Any, Any, Any], promise: Promise, user: User) -> None:
         _COROUTINE.set(user)
         try:
             result = await coroutine

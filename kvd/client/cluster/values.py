@@ -18,12 +18,13 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Target, check_alike
+from kvd.client.calls.values import BYTE, Array, Target, check_alike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.express import ExpressWay, PreparedCall, single_of
+from kvd.client.cluster.express import ExpressWay, single_of
+from kvd.client.cluster.express_flights import ExpressFlightWay, PreparedFlight
 from kvd.client.cluster.held_versions import HeldVersions
 from kvd.client.cluster.new_values import NewValues
 from kvd.client.cluster.plain_calls import PlainCall, PlainCalls
@@ -33,6 +34,7 @@ from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item, TakenForm
 from kvd.errors import RemoteError
+from kvd.protocol.messages import BIGGEST
 
 NO_KEYS = KeyList([], True)
 
@@ -61,9 +63,11 @@ class ClusterValues:
         compression: GradientCompression,
         tables: ClusterTables,
         express: ExpressWay,
+        flights: ExpressFlightWay,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
+        self._unobserved = unobserved
         self._watched = unobserved.watch
         self._steps = steps
         self._restored = restored
@@ -72,6 +76,7 @@ class ClusterValues:
         self._tables = tables
         self._plain = plain
         self._express = express
+        self._flights = flights
         self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -212,6 +217,9 @@ class ClusterValues:
         has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
         may_be_plain = has_defaults and not (cast or view) and (not copy or type(key) is str)
         if may_be_plain and self._compression.current is None:
+            prepared = self._flights.find(key, value, out) if copy else None
+            if prepared is not None and self._engine.is_well:
+                return self._pushpull_flight(prepared, key, value, out, reservation)
             call = self._plain.find(key, value, out)
             if call is not None:
                 return self._pushpull_plain(call, out, copy=copy, reservation=reservation)
@@ -261,39 +269,67 @@ class ClusterValues:
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
     ) -> Any:
+        may_repeat = type(priority) is type(samples) is int and samples == 1 and -BIGGEST <= priority <= BIGGEST
         single = None
-        if type(priority) is type(samples) is int and priority == 0 and samples == 1 and not (cast or view):
+        if may_repeat and not cast and self._compression.current is None:
             single = single_of(key, value, value if out is None else out)
-        if single is not None and self._compression.current is None:
-            prepared = self._express.find(*single)
-            if prepared is not None and self._engine.is_well:
-                self._pushpull_express(prepared, *single)
-                return single[2] if type(key) is str else [single[2]]
-        result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
-        if single is not None and self._compression.current is None:
-            self._express.prepare(*single[:2])
-        return result
+        if single is None:
+            return self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+        written, source, target = single
+        if view and self._express.is_prepared(written):
+            target = np.empty(source.shape, source.dtype)
+        call = self._express.find(written, source, target)
+        if call is None:
+            result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
+            self._express.prepare(written, source)
+            return result
+        name = call.item.key
+        if self._unobserved.failed:
+            self._unobserved.raise_for((name,))
+        if self._steps.take_pushes((name,)):
+            handle = self._express.run(call, source, target, self._steps.place, priority)
+            if handle is not None:
+                self._watched((name,), handle).wait()
+        else:  # a step that is made again has pushed it before
+            keys = KeyList([name], False)
+            self._pull_into(keys, self._arguments.targets(keys, target), target, priority).wait()
+        if view:
+            target.flags.writeable = False
+        return [target] if type(key) in (list, tuple) else target
 
-    def _pushpull_express(self, prepared: PreparedCall, name: str, value: Array, out: Array) -> None:
+    def _pushpull_flight(
+        self, prepared: PreparedFlight, name: str, value: Array, out: Array, reservation: Reservation | None
+    ) -> Handle:
+        """The same for a small value that many calls push."""
         names = (name,)
         self._arguments.raise_unobserved(names)
-        if not self._steps.take_pushes(names):  # a step that is made again has pushed it before
-            keys = KeyList([name], False)
-            self._pull_into(keys, self._arguments.targets(keys, out), out, 0).wait()
-            return
-        handle = self._express.run(prepared, value, out, self._steps.place)
+        if not self._steps.take_pushes(names):
+            return self._pull_again(names, out)
+        handle = self._flights.begin(prepared, value, out, self._steps.place)
         if handle is not None:
-            self._watched(names, handle).wait()
+            return self._watched(names, handle)
+        item = prepared.route.item._replace(source=value.ravel().view(BYTE), target=out.ravel().view(BYTE))
+        return self._submit_plain(PlainCall(names, (self._arguments.copied(item, reservation),)), out, copy=True)
 
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""
-        names = call.names
-        self._arguments.raise_unobserved(names)
-        items = (self._arguments.copied(call.items[0], reservation),) if copy else call.items
+        self._arguments.raise_unobserved(call.names)
+        if copy:
+            call = call._replace(items=(self._arguments.copied(call.items[0], reservation),))
+        if not self._steps.take_pushes(call.names):
+            return self._pull_again(call.names, out)
+        if copy:
+            self._flights.prepare(call.names[0], out, self._steps.place)
+        return self._submit_plain(call, out, copy=copy)
+
+    def _pull_again(self, names: Sequence[str], out: Any) -> Handle:
+        """A step that is made again has pushed the keys before."""
+        keys = KeyList(list(names), type(out) is not np.ndarray)
+        return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
+
+    def _submit_plain(self, call: PlainCall, out: Any, *, copy: bool) -> Handle:
+        names, items, _ = call
         many = type(out) is not np.ndarray
-        if not self._steps.take_pushes(names):
-            keys = KeyList(list(names), many)
-            return self._pull_into(keys, self._arguments.targets(keys, out), out, 0)
         transfer = requests.Transfer(items, push=True, pull=True, place=self._steps.place)
         if call.listed is None:
             promise = self._submit_push(transfer)

@@ -42,10 +42,19 @@ class ServerEffects:
 
     def start_job(self, make: Callable[[int], Job], done: Callable[[JobDone], None]) -> int:
         """Emits the job that `make` gives for its number, and returns that; `done` is called with its end."""
+        job = self.new_job()
+        self._jobs[job] = done
+        self._effects.append(make(job))
+        return job
+
+    def new_job(self) -> int:
+        """A number that no job has had."""
         self._last_job += 1
-        self._jobs[self._last_job] = done
-        self._effects.append(make(self._last_job))
         return self._last_job
+
+    def await_job(self, job: int, done: Callable[[JobDone], None]) -> None:
+        """`done` is called with the end of this job."""
+        self._jobs[job] = done
 
     def end_job(self, event: JobDone) -> None:
         """Calls the `done` of a job that has ended. An unknown job is ignored."""

@@ -1,57 +1,51 @@
 """The express way of a server: whole rounds of small pushes that a training loop makes again and again.
 
-A push that the lane (`kvd.core.server.lane`) knows, and whose round has nothing else in it, is not staged: it is held
-as it came. When the pushes of all workers are here, the round is closed, applied and committed at once, and they are
-answered: no push becomes a request that is open, and none waits.
+The shell reads the numbers of such a push out of its frame, and gives them to `take`, with the bytes. A push that the
+lane (`kvd.core.server.lane`) knows, and whose round has nothing else in it, is held there. With the push of the last
+worker the round is closed, and its update is what `take` returns. The shell makes it and says `end`: the round is
+committed, and who pushed is answered. No push becomes a message, an event or an open request.
 
 Whatever else happens first is preceded by `materialize`: what is held goes the general way, in the order in which it
 came, as if it had arrived just now. A round whose update is under way is closed already; who waits for it becomes an
-open request.
+open request, and the update an ordinary job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
 
-from kvd.core.machine import Contribution, JobDone, Peer, Received, Span
+from kvd.core.machine import Apply, Buffer
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.made import Use
 from kvd.core.server.participants import Participants
-from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest
 from kvd.core.server.push import Pushes
+from kvd.core.server.repeated import RepeatedPush
 from kvd.core.server.rounds import Record
+from kvd.core.server.stillness import Stillness
 from kvd.core.server.waiting import Waiters
-from kvd.protocol.messages import ADD, Done, PushBatch, Values
-
-
-class _Held(NamedTuple):
-    """A push that is held."""
-
-    rank: int
-    event: Received
-    push: PushBatch
+from kvd.protocol.fixed import PushNumbers
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
+class Round:
     """The round of a group that is open in the express way, or is being applied.
 
     Attributes:
+        missing: the ranks that have yet to push.
         held: the pushes by rank, in the order in which they came.
-        job: that applies them; 0 until all are here.
+        record, use: all of them, once nobody is missing, and what their update uses.
+        update: makes the next version of them; None: somebody is missing.
     """
 
     group: FusedGroup
-    held: dict[int, _Held] = field(default_factory=dict)
-    job: int = 0
-
-
-_rank_of = attrgetter("rank")
+    missing: set[int]
+    held: dict[int, RepeatedPush] = field(default_factory=dict)
+    record: Record | None = None
+    use: Use | None = None
+    update: Apply | None = None
 
 
 class ExpressRounds:
@@ -59,6 +53,9 @@ class ExpressRounds:
 
     Args:
         small_push_bytes: pushes of more bytes are told when they are staged, and so are none of these.
+
+    Attributes:
+        is_on: whether there are no replicas.
     """
 
     def __init__(
@@ -67,122 +64,126 @@ class ExpressRounds:
         waiters: Waiters,
         participants: Participants,
         pushes: Pushes,
+        stillness: Stillness,
         *,
         small_push_bytes: int,
     ) -> None:
+        self.is_on = True
+        self._stillness = stillness
         self._effects = effects
         self._waiters = waiters
         self._participants = participants
         self._pushes = pushes
         self._small_push_bytes = small_push_bytes
-        self._rounds: dict[int, _Round] = {}  # by the number of the group
-        self._jobs: set[int] = set()  # that apply them
-        self._requests: set[PushRequest] = set()  # those that are held
+        self._rounds: dict[int, Round] = {}  # by the number of the group
+        self._requests: set[tuple[int, int]] = set()  # sender and number of those that are held
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held, and no round is being applied."""
         return not self._rounds
 
-    def awaits(self, job: int) -> bool:
-        """Whether this job applies a round of the express way."""
-        return job in self._jobs
-
     # ── pushes ──
 
-    def take(self, group: FusedGroup, rank: int, event: Received, push: PushBatch) -> bool:
-        """Holds a push to the next round of the group, or closes the round with it. False: nothing was done."""
-        log = group.log
+    def take(self, push: RepeatedPush, numbers: PushNumbers, payload: Buffer, source: object) -> Round | None:
+        """Holds a push to the next round of its group, and closes the round with the last one. None: nothing was done.
+
+        Args:
+            push: what is known of it; what follows is of this one, see `RepeatedPush`.
+
+        Returns:
+            The round in which it is held.
+        """
+        group, rank, clock = push.group, push.rank, numbers.clock
         round_ = self._rounds.get(group.number)
+        if round_ is not None and (round_.update is not None or rank in round_.held):
+            return None
+        name = push.sender, numbers.request
+        if name in self._requests or name in self._waiters.pending.names:
+            return None
+        if not group.log.would_take(rank, clock, *name):
+            return None
         if round_ is None:
             if not self._may_begin(group):
-                return False
-        elif round_.job or rank in round_.held:
-            return False
-        request = PushRequest(event.sender, push.request)
-        if not self._is_new(event.peer, request) or not log.would_take(rank, push.clock, request):
-            return False
-        if round_ is None:
-            round_ = self._rounds[group.number] = _Round(group)
-        round_.held[rank] = _Held(rank, event, push)
-        self._requests.add(request)
-        if self._is_complete(round_, push.clock):
+                return None
+            missing = group.log.due(clock, self._participants.awaited)
+            round_ = self._rounds[group.number] = Round(group, missing)
+        push.numbers, push.payload, push.source = numbers, payload, source
+        round_.held[rank] = push
+        self._requests.add(name)
+        round_.missing.discard(rank)
+        if not round_.missing:
             self._close(round_)
-        return True
-
-    def _is_new(self, peer: Peer, request: PushRequest) -> bool:
-        """Whether no request of this number is open, or held in another round: no worker of ours would make it."""
-        return request not in self._requests and self._waiters.pending.may_open(peer, request.sender, request.number)
+        return round_
 
     def _may_begin(self, group: FusedGroup) -> bool:
-        """Whether nothing is under way in the group."""
+        """Whether nothing is under way in the group, and nobody else wants to know of its pushes. This stays so as long
+        as a round is open here."""
         log = group.log
         return (
-            group.nbytes <= self._small_push_bytes
+            self.is_on
+            and group.nbytes <= self._small_push_bytes
             and log.closing is None
             and not (log.has_staged or group.working or group.tasks or group.waiting)
-            and not group.is_of_table
+            and self._stillness.of(group)
         )
 
-    def _is_complete(self, round_: _Round, clock: int) -> bool:
-        held, log = round_.held, round_.group.log
-        for rank in self._participants.awaited:  # noqa: SIM110  a generator is one more call in each push
-            if rank not in held and not log.is_past(rank, clock):
-                return False
-        return True
-
-    def _close(self, round_: _Round) -> None:
-        """All pushes are here: the round is closed, and its update begins."""
-        given = []
-        for rank, event, push in sorted(round_.held.values(), key=_rank_of):
-            span = Span(event.payload, 0, event.nbytes)
-            contribution = Contribution(rank, push.clock, span, push.samples, ADD, push.step, push.place)
-            given.append((contribution, PushRequest(event.sender, push.request)))
-        record = round_.group.log.close_whole(given)
-        round_.job = self._pushes.apply(round_.group, record, self._applied)
-        self._jobs.add(round_.job)
+    def _close(self, round_: Round) -> None:
+        """All pushes are here: the round is closed, and its update can be made."""
+        group, held = round_.group, round_.held
+        contributions, requests = [], []
+        for rank in sorted(held):
+            push = held[rank]
+            contributions.append(push.contribution())
+            requests.append(PushRequest(push.sender, push.numbers.request))
+        round_.record = record = group.log.close_whole(contributions, requests, group.nbytes)
+        round_.use = use = self._pushes.use_of(group, record)
+        round_.update = self._pushes.update_of(group, record, use, self._effects.new_job())
 
     # ── the end of a round ──
 
-    def _applied(self, group: FusedGroup, record: Record, use: Use, done: JobDone, *, is_tuple: bool) -> None:
-        """The end of the job of a round, which may have become an ordinary one meanwhile."""
-        round_ = self._rounds.get(group.number)
-        if round_ is None or round_.job != done.job or done.error is not None or group.is_gone or is_tuple:
-            self.materialize()
-            self._pushes.applied(group, record, use, done, is_tuple=is_tuple)
-            return
+    def end(self, round_: Round, buffer: Buffer) -> bool:
+        """The update was made: the round is a version, and whose pushes are in it is to be told. False: it is an
+        ordinary one by now, and waits for the end of its job."""
+        group = round_.group
+        if self._rounds.get(group.number) is not round_:
+            return False
         del self._rounds[group.number]
-        self._jobs.discard(done.job)
-        group.commit(done.result)
-        version, spans = group.log.version, (Span(done.result, 0, group.nbytes),)
-        for _, event, push in round_.held.values():
-            self._requests.discard(PushRequest(event.sender, push.request))
-            if push.pull:
-                self._effects.send(event.peer, Values(push.request, (version,)), spans)
-            else:
-                self._effects.send(event.peer, Done(push.request))
+        for push in round_.held.values():
+            self._requests.discard((push.sender, push.numbers.request))
+            push.payload = None
+        group.commit(buffer)
+        return True
 
     # ── the general way ──
 
     def materialize(self) -> None:
         """What is held goes the general way."""
         rounds, self._rounds = self._rounds, {}
-        self._jobs.clear()
         self._requests.clear()
         for round_ in rounds.values():
-            for rank, event, push in round_.held.values():
-                if round_.job:
-                    pending = Pending(event.peer, event.sender, push.request, True, push.pull, 1)
-                    self._waiters.wait_for_round(pending, round_.group, rank, push.clock)
+            group, update = round_.group, round_.update
+            for push in round_.held.values():
+                if update is None:
+                    self._pushes.push_batch(*push.received())
                 else:
-                    self._pushes.push_batch(event, push)
+                    self._waiters.wait_for_round(push.pending(), group, push.rank, push.numbers.clock)
+                push.payload = None
+            if round_.record is not None and round_.use is not None and update is not None:
+                self._pushes.await_update(group, round_.record, round_.use, update)
 
     def validate(self, groups: Iterable[FusedGroup]) -> None:
-        """Raises AssertionError unless the groups whose rounds are open here have nothing else under way."""
+        """Raises AssertionError if the groups whose rounds are open here have something else under way, or a request
+        is not known that is held."""
         numbers = {group.number for group in groups}
+        held = set()
         for number, round_ in self._rounds.items():
             log = round_.group.log
             assert number in numbers, f"a round of group {number} is open, which is not there"
             assert not round_.group.waiting, f"others wait for {round_.group.description}"
             assert not log.has_staged, f"a round of {round_.group.description} is open twice"
-            assert (log.closing is not None) == (round_.job > 0), f"{round_} and {log.closing}"
+            assert (log.closing is not None) == (round_.update is not None), f"{round_} and {log.closing}"
+            assert bool(round_.missing) == (round_.update is None), f"{round_} waits for nobody, or for somebody"
+            assert round_.held, f"a round of {round_.group.description} is open without a push"
+            held |= {(push.sender, push.numbers.request) for push in round_.held.values()}
+        assert held == self._requests, f"{held} are held, {self._requests} are known"

@@ -13,31 +13,24 @@ A push that it does not take goes the general way as it came: nothing was change
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
-from kvd.core.machine import Contribution, Peer, Received, Span
+from kvd.core.machine import Buffer, Contribution, Peer, Received, Span
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.express import ExpressRounds
+from kvd.core.server.express import ExpressRounds, Round
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.pending import Pending
 from kvd.core.server.progress import PushRequest
 from kvd.core.server.readings import Readings
+from kvd.core.server.repeated import RepeatedPush
 from kvd.core.server.stillness import Stillness
 from kvd.core.server.waiting import Waiters
+from kvd.protocol.fixed import PushNumbers
 from kvd.protocol.messages import ADD, PushBatch, Staged
 
 MAX_REMEMBERED = 1 << 12  # batches of all workers; one more, and all are forgotten
-
-
-class Usual(NamedTuple):
-    """What is remembered of the pushes of a batch by a worker."""
-
-    peer: Peer
-    rank: int
-    group: FusedGroup
 
 
 class PushLane:
@@ -79,7 +72,7 @@ class PushLane:
         self._rounds = rounds
         self._small_push_bytes = small_push_bytes
         self._is_on = is_on
-        self._usual: dict[tuple[int, int], Usual] = {}  # by sender and number of the batch
+        self._usual: dict[tuple[int, int], RepeatedPush] = {}  # by sender and number of the batch
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
         usual = self._usual.get((event.sender, push.batch))
@@ -87,17 +80,28 @@ class PushLane:
             self._general(event, push)
             self._remember(event, push)
 
-    def hold(self, event: Received) -> bool:
-        """Has a push of a batch held for its round, see `kvd.core.server.express`. False: nothing was done."""
-        push: Any = event.message
-        usual = self._usual.get((event.sender, push.batch))
-        if usual is None or not self._may_take(usual, event, push):
-            return False
-        if not self._rounds.take(usual.group, usual.rank, event, push):
-            return False
-        if push.settled > self._readings.over:
+    def hold(
+        self, peer: Peer, sender: int, push: PushNumbers, payload: Buffer, nbytes: int, source: object
+    ) -> Round | None:
+        """Has a push of a batch held for its round, see `kvd.core.server.express`. This changes no deadline. If it is
+        the last push of the round, the round has an update: the shell makes it, and says `ExpressRounds.end` before the
+        machine's next step, or runs it as an ordinary job. None: nothing was done, and the push is for that step.
+
+        Args:
+            peer, sender: its connection and its worker.
+            payload: the values, `nbytes` bytes.
+            source: where its answer goes; only the shell looks at it.
+        """
+        usual = self._usual.get((sender, push.batch))
+        if usual is None or usual.peer != peer:
+            return None
+        group = usual.group
+        if push.clock != group.log.closed + 1 or nbytes != group.nbytes or self._readings.is_on:
+            return None
+        round_ = self._rounds.take(usual, push, payload, source)
+        if round_ is not None and push.settled > self._readings.over:
             self._readings.step_is_over(push.settled)
-        return True
+        return round_
 
     def forget(self) -> None:
         """Something has come that may change what is remembered."""
@@ -111,17 +115,17 @@ class PushLane:
         if not self._is_on or rank is None or batch is None or batch.group is None:
             return
         group = self._table.groups.get(batch.group)
-        if group is None or not group.log.sync:
+        if group is None or not group.log.sync or group.is_of_table:
             return
         if group.log.progress_of(rank).last_request != PushRequest(event.sender, push.request):
             return
         if len(self._usual) >= MAX_REMEMBERED:
             self._usual.clear()
-        self._usual[event.sender, push.batch] = Usual(event.peer, rank, group)
+        self._usual[event.sender, push.batch] = RepeatedPush.of(event, rank, group)
 
     # ── the lane ──
 
-    def _take(self, usual: Usual, event: Received, push: PushBatch) -> bool:
+    def _take(self, usual: RepeatedPush, event: Received, push: PushBatch) -> bool:
         """Stages the push, and lets it wait for its round. False: nothing was done."""
         group, rank, log = usual.group, usual.rank, usual.group.log
         if not self._may_take(usual, event, push):
@@ -141,7 +145,7 @@ class PushLane:
             self._effects.send(event.peer, Staged(push.request))
         return True
 
-    def _may_take(self, usual: Usual, event: Received, push: PushBatch) -> bool:
+    def _may_take(self, usual: RepeatedPush, event: Received, push: PushBatch) -> bool:
         """Whether this is a push of all of the group to its next round, and concerns nobody else."""
         group = usual.group
         return (

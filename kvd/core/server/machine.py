@@ -138,8 +138,8 @@ class _Timed(NamedTuple):
     replication: Replication
 
 
-class _Fast(NamedTuple):
-    """What a training loop repeats goes this way."""
+class Fast(NamedTuple):
+    """What a training loop repeats goes this way: see `PushLane.hold` and `ExpressRounds.end`."""
 
     lane: PushLane
     express: ExpressRounds
@@ -154,7 +154,11 @@ class _Followers(NamedTuple):
 
 
 class ServerMachine:
-    """The state machine of one run in a server. Its memory is shared with the machines of the other runs."""
+    """The state machine of one run in a server. Its memory is shared with the machines of the other runs.
+
+    Attributes:
+        fast: what may be done in place of a step.
+    """
 
     def __init__(self, settings: ServerSettings, session: SchedulerSession, memory: ServerMemory | None = None) -> None:
         self.incarnation = session.incarnation
@@ -216,7 +220,9 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
         )
         stillness = Stillness(participants, disputes, captures, pushes.late, elsewhere.leaving)
-        express = ExpressRounds(effects, waiters, participants, pushes, small_push_bytes=settings.small_push_bytes)
+        express = ExpressRounds(
+            effects, waiters, participants, pushes, stillness, small_push_bytes=settings.small_push_bytes
+        )
         lane = PushLane(
             effects,
             attachments,
@@ -317,7 +323,7 @@ class ServerMachine:
             checks,
         )
         self._timed = _Timed(readings, captures, pushes.late, replication)
-        self._fast = _Fast(lane, express)
+        self.fast = Fast(lane, express)
         self._validated = (
             session,
             self.table,
@@ -397,8 +403,8 @@ class ServerMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         readings, captures, late, replication = self._timed
         readings.now = captures.now = now
-        if not self._fast.express.is_idle:
-            self._fast.express.materialize()
+        if not self.fast.express.is_idle:
+            self.fast.express.materialize()
         if readings.is_on:
             readings.tick(now)
         if captures.is_on:
@@ -422,21 +428,6 @@ class ServerMachine:
             self._effects.extend(self._session.tick(now))
         if replication.is_on:
             self._effects.extend(replication.tick(now))
-        return self._effects.take()
-
-    def fast_step(self, event: Received | JobDone) -> list[Effect] | None:
-        """A step for the push of a batch that is held for its round, or for the job of such a round, see
-        `kvd.core.server.express`. It changes no deadline. None: nothing was done, and the event is for `step`."""
-        readings, captures, late, replication = self._timed
-        if readings.is_on or captures.is_on or late.is_on or replication.is_on:
-            return None
-        if isinstance(event, JobDone):
-            if not self._fast.express.awaits(event.job):
-                return None
-            self._effects.end_job(event)
-            self._deletions.advance()
-        elif not self._fast.lane.hold(event):
-            return None
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
@@ -482,7 +473,7 @@ class ServerMachine:
             part.validate()
         self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
-        self._fast.express.validate(self.table.groups.values())
+        self.fast.express.validate(self.table.groups.values())
 
     # ── dispatch ──
 
@@ -531,6 +522,7 @@ class ServerMachine:
             self._forget(rank, incarnation)
         self._participants.update(self._session.view)
         self._timed.replication.view_changed()
+        self.fast.express.is_on = not self._timed.replication.is_on
         self._attachments.welcome_named()
         for follow in self._followers.of_views:
             follow()

@@ -74,11 +74,13 @@ class PendingTable:
 
     Attributes:
         row_ids_nbytes: of the row ids that they brought.
+        names: sender and number of each that is open.
     """
 
     def __init__(self) -> None:
         self.row_ids_nbytes = 0
         self._open: dict[tuple[int, int], Pending] = {}
+        self.names = self._open.keys()
         self._places = Shares(FEW)  # that peers take
 
     def __len__(self) -> int:

@@ -16,9 +16,8 @@ job on the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import TypeAlias
 
 from kvd.core.machine import (
     Apply,
@@ -65,9 +64,6 @@ from kvd.protocol.messages import (
     Taken,
 )
 from kvd.protocol.specs import padded
-
-Applied: TypeAlias = Callable[..., None]
-"""Gets the end of an update: group, record, use, the JobDone, and whether its result is a tuple."""
 
 
 class Pushes:
@@ -247,57 +243,69 @@ class Pushes:
             self._commit(group, unchanged(group))
             record = group.log.close_next(self._participants.awaited)
         if record is not None and self._captures.is_on:
-            self._captures.before_apply(group, record, partial(self._apply_now, group, record))
+            self._captures.before_apply(group, record, partial(self.apply, group, record))
         elif record is not None:
             self.apply(group, record)
 
     # ── apply ──
 
-    def apply(self, group: FusedGroup, record: Record, applied: Applied | None = None) -> int:
-        """Starts the update of a round that is closed, and returns the number of the job.
+    def apply(self, group: FusedGroup, record: Record) -> None:
+        """Starts the update of a round that is closed."""
+        use = self.use_of(group, record)
+        update = self.update_of(group, record, use, self._effects.new_job())
+        self.await_update(group, record, use, update)
+        self._effects.emit(update)
 
-        Args:
-            applied: gets its end; None: `applied`.
-        """
+    def await_update(self, group: FusedGroup, record: Record, use: Use, update: Apply) -> None:
+        """The round becomes a version with the end of this job."""
+        self._effects.await_job(update.job, partial(self._applied, group, record, use, update))
+
+    def use_of(self, group: FusedGroup, record: Record) -> Use:
+        """What the update of a closed round uses. Another optimizer may be set while it is under way."""
         optimizer = group.optimizer_for(record.number)
-        merge = group.merge or self._view.settings.merge or "sum"
-        coding, assign = None, record.assign
-        if optimizer is None and not assign and record.contributions[0].coding is not None and self._view.is_sync:
-            coding = merged_coding(group, record, merge)
-        use = Use(optimizer, group.generation, coding)  # another one may be set while the job runs
-        if optimizer is not None and not is_updated(group.dtype):
-            optimizer = None
-        pulled = None
-        if optimizer is not None and not (self._view.is_sync or assign) and group.keeps_pulled:
-            pulled = group.log.progress_of(record.contributions[0].rank).kept
+        coding = None
+        if (
+            optimizer is None
+            and self._view.is_sync
+            and not record.assign
+            and record.contributions[0].coding is not None
+        ):
+            coding = merged_coding(group, record, self._merge_of(group))
+        return Use(optimizer, group.generation, coding)
+
+    def update_of(self, group: FusedGroup, record: Record, use: Use, job: int) -> Apply:
+        """The update of a closed round, as the job of this number."""
+        optimizer, coding, assign = use.optimizer, use.coding, record.assign
         keeps_merged = (
             bool(self._records.holders)
             and (group.is_of_table or ((optimizer is not None or coding is not None) and not assign))
             and self._records.is_held(group.partition)
         )
-        return self._effects.start_job(
-            lambda job: Apply(
-                job,
-                group.number,
-                group.layout,
-                group.dtype,
-                group.nbytes,
-                group.log.current,
-                record.contributions,
-                assign,
-                merge,
-                optimizer,
-                keeps_merged=keeps_merged,
-                pulled=pulled,
-                encoding=None if coding is None else Encoding(coding, record.number),
-            ),
-            partial(applied or self.applied, group, record, use, is_tuple=keeps_merged or coding is not None),
+        if optimizer is not None and not is_updated(group.dtype):
+            optimizer = None
+        pulled = None
+        if optimizer is not None and not (self._view.is_sync or assign) and group.keeps_pulled:
+            pulled = group.log.progress_of(record.contributions[0].rank).kept
+        return Apply(
+            job,
+            group.number,
+            group.layout,
+            group.dtype,
+            group.nbytes,
+            group.log.current,
+            record.contributions,
+            assign,
+            self._merge_of(group),
+            optimizer,
+            keeps_merged=keeps_merged,
+            pulled=pulled,
+            encoding=None if coding is None else Encoding(coding, record.number),
         )
 
-    def _apply_now(self, group: FusedGroup, record: Record) -> None:
-        self.apply(group, record)
+    def _merge_of(self, group: FusedGroup) -> str:
+        return group.merge or self._view.settings.merge or "sum"
 
-    def applied(self, group: FusedGroup, record: Record, use: Use, done: JobDone, *, is_tuple: bool) -> None:
+    def _applied(self, group: FusedGroup, record: Record, use: Use, update: Apply, done: JobDone) -> None:
         """The job has ended: the round becomes a version, or counts for nobody."""
         if group.is_gone:  # another server leads it: what was made here counts for nobody
             group.log.give_up()
@@ -306,6 +314,7 @@ class Pushes:
             self._not_applied(group, done.error)
             self._go_on(group)
             return
+        is_tuple = update.keeps_merged or update.encoding is not None
         made = Made(*done.result) if is_tuple else Made(done.result)
         if self._records.holders and self._records.is_held(group.partition):
             self._hold(group, record, made, use)

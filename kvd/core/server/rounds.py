@@ -175,20 +175,20 @@ class SliceLog:
     def stage_next(self, contribution: Contribution, push: PushRequest) -> bool:
         """Sync: `stage` for a push to the open round that plainly is its worker's next one. False: nothing was done."""
         clock = contribution.clock
-        if not self.would_take(contribution.rank, clock, push) or self.mixes(clock, contribution.how):
+        if not self.would_take(contribution.rank, clock, *push) or self.mixes(clock, contribution.how):
             return False
         self.stage(contribution, push)
         return True
 
-    def would_take(self, rank: int, clock: int, push: PushRequest) -> bool:
+    def would_take(self, rank: int, clock: int, sender: int, request: int) -> bool:
         """Sync: whether a push to the open round plainly is its worker's next one."""
         progress = self.progress.get(rank)
         if progress is None or progress.staged >= clock:
             return False
         last, told = progress.last_request, progress.last_refusal
-        if last is None or last.sender != push.sender or last.number >= push.number:
+        if last is None or last.sender != sender or last.number >= request:
             return False
-        return told is None or told.push.number < push.number
+        return told is None or told.push.number < request
 
     def drop_unclosed(self, rank: int) -> None:
         """A new incarnation has the rank, or the rounds go on without it: what it staged for open rounds is
@@ -268,9 +268,13 @@ class SliceLog:
                 missing.append(rank)  # noqa: PERF401  a comprehension is one more call in each push
         return missing
 
-    def is_past(self, rank: int, clock: int) -> bool:
-        """Sync: whether the rank takes part in later rounds only."""
-        return self.progress.get(rank, NO_PROGRESS).staged >= clock
+    def due(self, clock: int, required: Iterable[int]) -> set[int]:
+        """Sync: the ranks that take part in the round of `clock`, of which nothing is staged."""
+        progress, due = self.progress, set()
+        for rank in required:
+            if progress.get(rank, NO_PROGRESS).staged < clock:
+                due.add(rank)
+        return due
 
     def has_quorum(self, clock: int, quorum: int, required: Iterable[int]) -> bool:
         """Sync: whether so many have contributed to the round of `clock`, or came in after it and wait for it as well.
@@ -313,11 +317,11 @@ class SliceLog:
                 self.newest = given.place, given.clock
         return self.closing
 
-    def close_whole(self, given: Sequence[tuple[Contribution, PushRequest]]) -> Record:
-        """Sync: `stage` and `close_next` in one, of all contributions to the next round, in the order of ranks. Nothing
-        is staged, and no round is being applied."""
+    def close_whole(self, contributions: Sequence[Contribution], pushes: Sequence[PushRequest], nbytes: int) -> Record:
+        """Sync: `stage` and `close_next` in one, of all contributions to the next round, in the order of ranks: what is
+        added, of `nbytes` bytes each. Nothing is staged, and no round is being applied."""
         self.closed += 1
-        for contribution, push in given:
+        for contribution, push in zip(contributions, pushes, strict=True):
             rank, clock, place = contribution.rank, contribution.clock, contribution.place
             progress = self.progress[rank]
             progress.staged, progress.last_request = clock, push
@@ -325,8 +329,8 @@ class SliceLog:
                 progress.come_to(place, clock, is_contribution=True)
             if (place, clock) > self.newest:
                 self.newest = place, clock
-        record = self.closing = Record(self.closed, tuple([contribution for contribution, _ in given]))
-        self._staging.nbytes += nbytes_of(record.contributions)
+        record = self.closing = Record(self.closed, tuple(contributions))
+        self._staging.nbytes += nbytes * len(pushes)
         return record
 
     def close_empty(self) -> Record:

@@ -45,7 +45,6 @@ from kvd.protocol.messages import (
     ErrorCode,
     NotYet,
     NotYetReason,
-    PushBatch,
     Refused,
     RunEntry,
     RunPhase,
@@ -100,9 +99,6 @@ class ServerRouter:
         return self._session.view.epoch
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        fast = self.fast_step(event)
-        if fast is not None:
-            return fast
         self._out = []
         if isinstance(event, Received):
             self._receive(event, now)
@@ -117,20 +113,6 @@ class ServerRouter:
             for run, machine in list(self._machines.items()):
                 self._step(run, machine, event, now)
         return self._out
-
-    def fast_step(self, event: Event) -> list[Effect] | None:
-        """What a training repeats goes straight to the machine of its run, see `ServerMachine.fast_step`. None: nothing
-        was done, and the event is for `step`."""
-        if isinstance(event, Received):
-            if not isinstance(event.message, PushBatch) or event.principal is not HOLDER:
-                return None
-        elif not isinstance(event, JobDone):
-            return None
-        machine = self._machines.get(event.run)
-        if machine is None:
-            return None
-        effects: Any = machine.fast_step(event)
-        return [InRun(event.run, machine.epoch, effects)] if effects else effects
 
     def next_deadline(self) -> float | None:
         due = min(self._deadlines.values())

@@ -49,14 +49,20 @@ class Asker:
         self._last_request += 1
         return self._last_request
 
-    def skip(self, count: int) -> None:
-        """So many numbers were used, from `next_number` on."""
+    def take(self, count: int) -> int:
+        """Takes so many numbers, and returns the first."""
+        first = self._last_request + 1
         self._last_request += count
+        return first
 
     @property
     def next_number(self) -> int:
-        """What `number` will give; it is not taken yet."""
+        """What `number` gives next."""
         return self._last_request + 1
+
+    def give_next(self, number: int) -> None:
+        """`number` gives this one next, which may have been taken before: its request is made again."""
+        self._last_request = number - 1
 
     def ask(
         self,

@@ -19,13 +19,15 @@ from kvd.core.membership import ViewState
 from kvd.core.outbox import RETRY_FIRST_S
 from kvd.core.requests import Item, Transfer
 from kvd.core.worker.asking import Asker
+from kvd.core.worker.express_flights import ExpressFlights
+from kvd.core.worker.flights import Flight
 from kvd.core.worker.keys import WorkerKey
-from kvd.core.worker.lane import Flight, Lane
+from kvd.core.worker.lane import Lane
 from kvd.core.worker.loads import ItemLoad
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.push_window import count_rounds
-from kvd.core.worker.steps import StepCounter
+from kvd.core.worker.steps import StepCounter, Steps
 from kvd.core.worker.waits import Waits
 from kvd.protocol.messages import ADD, PushBatch
 
@@ -37,7 +39,7 @@ class Repeated:
     Attributes:
         item: the key and its spec.
         peer: the server that leads its one slice.
-        generation: of the lane, when this was found out.
+        generation: of the lane, when this was found out last.
         becomes_ordinary_s: seconds after which a call in flight becomes an ordinary one at the latest.
         request, clock, step, settled: of the message of the call that began last; its batch is that of `plan`.
         begun: when that was.
@@ -70,12 +72,19 @@ class Express:
 
     Who uses it keeps others from stepping the machine meanwhile.
 
+    Args:
+        flights: the same for calls that nobody waits for, many of which may be in flight.
+
     Attributes:
+        flights: as it was given.
         due_at: when the call in flight becomes an ordinary one at the latest; NEVER without one.
         in_flight: the call, if there is one.
     """
 
-    def __init__(self, lane: Lane, view: ViewState, asker: Asker, steps: StepCounter, waits: Waits) -> None:
+    def __init__(
+        self, lane: Lane, flights: ExpressFlights, view: ViewState, asker: Asker, steps: StepCounter, waits: Waits
+    ) -> None:
+        self.flights = flights
         self.due_at = NEVER
         self.in_flight: Repeated | None = None
         self._lane = lane
@@ -101,11 +110,11 @@ class Express:
         """Begins a call, whose numbers are in `repeated`; its message must leave before the machine's next step. False:
         nothing was done, and the call goes the general way."""
         lane = self._lane
-        if self.in_flight is not None or lane.is_busy or lane.is_due(now):
+        if self.in_flight is not None or not lane.is_free(now):
             return False
         if repeated.generation != lane.generation and not self._is_still(repeated):
             return False
-        repeated.clock = clock = repeated.key.window.clock + 1
+        repeated.clock = clock = repeated.key.clock + 1
         repeated.step, repeated.settled = self._steps.alone(clock)
         repeated.request = self._asker.next_number
         repeated.begun, repeated.make_call = now, make_call
@@ -124,29 +133,32 @@ class Express:
     def end(self, repeated: Repeated, version: int, now: float) -> bool:
         """The server has answered with the value in this version. False: the call is an ordinary one by now, or becomes
         one, and waits for this answer."""
-        if self.in_flight is not repeated or now >= self.due_at or self._lane.is_due(now):
+        if self.in_flight is not repeated or now >= self.due_at or self._lane.others_are_due(now):
             return False
         if version != repeated.clock and self._view.is_sync:
             return False
-        self._asker.skip(1)
+        self._asker.take(1)
         count_rounds((repeated.key.window,))
         self._steps.passed(repeated.step)
         self._lane.disturb()
         self.in_flight, self.due_at, repeated.make_call = None, NEVER, None
         return True
 
-    def give_up(self) -> tuple[Flight, float]:
-        """The call in flight, as the lane knows calls, and when it becomes an ordinary one."""
+    def give_up(self) -> tuple[Flight, ServerPeer]:
+        """The call in flight, as the lane knows calls, and the server that was asked; its numbers are taken."""
         repeated, due_at = self.in_flight, self.due_at
         assert repeated is not None
         assert repeated.make_call is not None
         event = repeated.make_call()
         assert isinstance(event.request, Transfer)
         self.in_flight, self.due_at, repeated.make_call = None, NEVER, None
-        load = ItemLoad((repeated.key,), (repeated.key.window,), (repeated.plan,), event.request.items)
-        flight = Flight(event, event.request, repeated.begun, repeated.step, load, 1)
-        flight.awaited[repeated.request] = repeated.plan, repeated.peer
-        return flight, due_at
+        load = ItemLoad((repeated.key,), (repeated.key.window,), [repeated.plan], event.request.items)
+        self._asker.take(1)
+        self._steps.passed(repeated.step)
+        steps = Steps(repeated.step, repeated.settled)
+        begun, place = repeated.begun, event.request.place
+        flight = Flight(event.call, begun, due_at, True, True, place, load, repeated.request, steps, 1, event)
+        return flight, repeated.peer
 
     def pushes(self, name: str) -> bool:
         """Whether the call in flight pushes this key. Any thread may ask: the call may end meanwhile."""

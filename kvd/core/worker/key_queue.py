@@ -94,6 +94,7 @@ class KeyQueue:
 
     def _enqueue(self, call: Call, *, wait: bool = False) -> None:
         for key in call.keys:
+            key.leave_group()  # it is not at rest
             key.queue.append(call)
         if call.is_push:
             self._steps.queued(call)

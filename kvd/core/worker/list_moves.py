@@ -52,12 +52,14 @@ class ListMove:
     """A list whose keys move together.
 
     Attributes:
+        names: those of the keys.
         changes: `MessagePlans.changes` when the plans were taken.
         wholes: one for each of the plans that has one.
     """
 
     group: KeyGroup
-    plans: Sequence[MessagePlan]
+    names: frozenset[str]
+    plans: list[MessagePlan]
     changes: int
     wholes: dict[MessagePlan, Whole]
 
@@ -73,7 +75,7 @@ class ListMoves:
     def of(self, listed: ListedKeys) -> ListMove | None:
         """What there is to know, if all keys are at rest under one clock, fit the specs of the list, and have plans.
 
-        Call it while nothing is under way.
+        Call it while none of them is in flight in the lane.
         """
         move = self._moves.get(listed)
         if move is not None and not move.group.is_parted and move.changes == self._plans.changes:
@@ -90,7 +92,7 @@ class ListMoves:
             self._moves.clear()
         group = KeyGroup(tuple([key for key in keys if key is not None]))
         wholes = {plan: Whole(plan) for plan in plans if _is_whole(plan, group.keys)}
-        move = self._moves[listed] = ListMove(group, plans, self._plans.changes, wholes)
+        move = self._moves[listed] = ListMove(group, frozenset(listed.names), plans, self._plans.changes, wholes)
         return move
 
 

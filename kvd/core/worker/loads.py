@@ -22,14 +22,18 @@ class Load(Protocol):
     """The keys are at rest, and nothing else moves them before the call has ended or was given up."""
 
     @property
-    def plans(self) -> Sequence[MessagePlan]: ...
+    def keys(self) -> tuple[WorkerKey, ...]: ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Those of the keys."""
+
+    @property
+    def plans(self) -> list[MessagePlan]: ...
 
     @property
     def clock(self) -> int:
         """That of each key, when the call began."""
-
-    def names(self) -> Sequence[str]:
-        """Those of the keys."""
 
     def specs(self) -> list[KeySpec]:
         """Those of the keys."""
@@ -50,27 +54,25 @@ class Load(Protocol):
 class ItemLoad:
     """The items of a call."""
 
-    __slots__ = ("_items", "_keys", "_versions", "_windows", "clock", "plans")
+    __slots__ = ("_items", "_versions", "_windows", "clock", "keys", "names", "plans")
 
     def __init__(
         self,
-        keys: Sequence[WorkerKey | None],
+        keys: tuple[WorkerKey, ...],
         windows: Sequence[PushWindow],
-        plans: Sequence[MessagePlan],
+        plans: list[MessagePlan],
         items: Sequence[Item],
     ) -> None:
+        self.keys = keys
+        self.names = frozenset([item.key for item in items])
         self.plans = plans
-        self._keys = keys
         self._items = items
         self._windows = windows
         self._versions: list[Versions | None] = [None] * len(items)
         self.clock = windows[0].clock
 
-    def names(self) -> Sequence[str]:
-        return [item.key for item in self._items]
-
     def specs(self) -> list[KeySpec]:
-        return [key.spec for key in self._keys if key is not None and key.spec is not None]
+        return [key.spec for key in self.keys if key.spec is not None]
 
     def payload_of(self, plan: MessagePlan) -> tuple[Span, ...]:
         return plan.payload_of(self._items)
@@ -90,20 +92,19 @@ class ItemLoad:
 class ListLoad:
     """A call on a list."""
 
-    __slots__ = ("_listed", "_move", "_versions", "clock", "plans")
+    __slots__ = ("_listed", "_move", "_versions", "clock", "keys", "names", "plans")
 
     def __init__(self, move: ListMove, listed: Listed) -> None:
+        self.keys = move.group.keys
+        self.names = move.names
         self.plans = move.plans
         self.clock = move.group.clock
         self._move = move
         self._listed = listed
         self._versions: list[tuple[MessagePlan, Sequence[int]]] = []
 
-    def names(self) -> Sequence[str]:
-        return self._listed.keys.names
-
     def specs(self) -> list[KeySpec]:
-        return [key.spec for key in self._move.group.keys if key.spec is not None]
+        return [key.spec for key in self.keys if key.spec is not None]
 
     def payload_of(self, plan: MessagePlan) -> tuple[Span, ...]:
         whole, sources = self._move.wholes.get(plan), self._listed.sources
@@ -143,7 +144,7 @@ class Loads:
         self._lists = ListMoves(keys, plans)
 
     def of_list(self, listed: Listed) -> Load | None:
-        """What a call on a list moves while nothing is under way, if all its keys are at rest under one clock and have
+        """What a call on a list moves, none of whose keys is in flight, if they are at rest under one clock and have
         plans."""
         move = self._lists.of(listed.keys)
         return None if move is None else ListLoad(move, listed)
@@ -159,7 +160,7 @@ class Loads:
     def of(self, transfer: Transfer) -> Load | None:
         """The same of a call with items."""
         known, items = self._keys.by_name, transfer.items
-        keys = tuple([known.get(item.key) for item in items])
+        keys: Any = tuple([known.get(item.key) for item in items])  # those that are at rest are known
         plans = self._plans.known_of(keys)
         windows = windows_at_rest(keys, map(_spec, items)) if plans else None
         return None if not plans or windows is None else ItemLoad(keys, windows, plans, items)

@@ -1,5 +1,7 @@
 """The machine of a worker or an observer: its parts, and the tables of what each call and each answer goes to.
 
+Over 400 lines because all parts are put together here.
+
 The way of a push or pull:
 
 1. `WorkerMachine.step` takes the program's call; `CallBook.accept` (calls.py) enters it with its deadline.
@@ -45,12 +47,15 @@ from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
 from kvd.core.worker.deletions import Deletions
 from kvd.core.worker.express import Express
+from kvd.core.worker.express_flights import ExpressFlights
+from kvd.core.worker.flights import Flights
 from kvd.core.worker.init_calls import InitCalls
 from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.key_queue import KeyQueue, Start
 from kvd.core.worker.keys import KeyTable, WorkerKey
-from kvd.core.worker.lane import Lane, Stillness
+from kvd.core.worker.lane import Lane
+from kvd.core.worker.loads import Loads
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.moves import Moves
@@ -65,6 +70,7 @@ from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
 from kvd.core.worker.standing_by import StandingBy
 from kvd.core.worker.steps import StepCounter
+from kvd.core.worker.stillness import Stillness
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.waits import Waits
 from kvd.errors import KvdError
@@ -147,11 +153,13 @@ class WorkerMachine:
             standing.view_changed,
         )
         stillness = Stillness(session, servers, taking_part, outbox, calls, pushes)
-        self._lane = Lane(
-            stillness, view, servers, keys, plans, outbox, asker, steps, self._waits, emit, is_on=settings.lanes
+        flights, loads, waits = Flights(), Loads(keys, plans), self._waits
+        self._lane = lane = Lane(
+            flights, stillness, view, servers, loads, plans, outbox, asker, steps, waits, emit, is_on=settings.lanes
         )
-        self.express = Express(self._lane, view, asker, steps, self._waits)
-        """The way of one small call that the shell makes again and again."""
+        many = ExpressFlights(lane, flights, view, asker, steps, waits)
+        self.express = Express(lane, many, view, asker, steps, waits)
+        """The way of small calls that the shell makes again and again."""
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions, self._lane)
         barriers = BarrierCalls(asker, calls)
         returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
@@ -207,60 +215,60 @@ class WorkerMachine:
         effects = self._effects
         if effects:
             effects.clear()  # a step that raised has left them
+        lane = self._lane
+        if self.express.in_flight is not None:
+            lane.adopt(*self.express.give_up())
         if not self._takes_lane(event, now):
+            if lane.is_busy and (self._waits.calls_are_due(now) or not lane.leaves_alone(event, now)):
+                self._materialize()
             self._take_general_way(event, now)
         done = effects[:]
         effects.clear()  # drops our references: a buffer is free again when nobody refers to it
         return done
 
-    def _takes_lane(self, event: Event, now: float) -> bool:
-        """Whether the lane has done all that there is to do. Otherwise no call is in flight there any more."""
-        lane = self._lane
-        if self.express.in_flight is not None:
-            lane.adopt(*self.express.give_up())
-        if lane.is_busy:
-            if isinstance(event, Received) and lane.take(event, now):
-                if now >= lane.session_due_at:
-                    self._tick_session(now)
-                return True
-            if lane.lets_pass(event, now):
-                if isinstance(event, Received):
-                    self.session.receive(event, now)
-                if now >= lane.session_due_at:
-                    self._tick_session(now)
-                return True
-            self._materialize()
-        elif isinstance(event, LocalCall) and isinstance(event.request, TRANSFERS):
-            taken = lane.begin(event, event.request, now)
-            if taken and now >= lane.session_due_at:
-                sends = self._effects[:]
-                self._effects.clear()
-                self._tick_session(now)
-                self._effects += sends  # as the general way, in which messages to servers leave last
-            return taken
-        return False
+    # ── the lane ──
 
-    def _tick_session(self, now: float) -> None:
-        """A heartbeat is due, beside a call in the lane."""
-        self._effects += self.session.tick(now)
-        due_at = self.session.next_deadline()
-        self._lane.session_due_at = NEVER if due_at is None else due_at
+    def _takes_lane(self, event: Event, now: float) -> bool:
+        """Whether the lane has done all that there is to do."""
+        others = self._lane.others_due_at
+        is_due = now >= (self._others_due_at() if others is None else others)
+        if is_due and self._waits.calls_are_due(now):
+            return False
+        if isinstance(event, Received):
+            if not self._lane.take(event, now):
+                return False
+            if is_due:
+                self._do_what_is_due(now)
+            return True
+        if not isinstance(event, LocalCall) or not isinstance(event.request, TRANSFERS):
+            return False
+        taken = self._lane.begin(event, event.request, now)
+        if taken and is_due:  # as in the general way, a new message leaves after those that are due
+            sends = self._effects[:]
+            self._effects.clear()
+            self._do_what_is_due(now)
+            self._effects += sends
+        return taken
 
     def _materialize(self) -> None:
-        """The call in the lane becomes an ordinary one, which has sent what the lane has sent."""
-        flight = self._lane.give_up()
-        call = self._calls.accept(flight.event, flight.begun)
-        self._waits.note(call)
-        assert isinstance(call.request, requests.Transfer)
-        self._queue.enter_transfer(call, call.request)
-        self._outbox.pump(flight.begun)
-        for answer, at in flight.answers:
-            self._receive(answer, at)
+        """The calls in the lane become ordinary ones, which have sent what the lane has sent."""
+        asker, lane = self._answers.asker, self._lane
+        next_number = asker.next_number
+        for flight in lane.give_up():
+            call = self._calls.accept(flight.local_call(), flight.begun)
+            self._waits.note(call)
+            assert isinstance(call.request, requests.Transfer)
+            lane.repeat(flight)
+            self._queue.enter_transfer(call, call.request)
+            self._outbox.pump(flight.begun)
+            for answer, at in flight.answers:
+                self._receive(answer, at)
+        asker.give_next(next_number)
         self._effects.clear()  # all this was done before
 
+    # ── the general way ──
+
     def _take_general_way(self, event: Event, now: float) -> None:
-        effects = self._effects
-        self._lane.others_due_at = None
         self._lane.generation += 1
         if isinstance(event, Received):
             self._receive(event, now)
@@ -277,6 +285,11 @@ class WorkerMachine:
             self.session.handshake_failed(event.error)
         if self.session.failure is not None:
             self._fail(self.session.failure)
+        self._do_what_is_due(now)
+
+    def _do_what_is_due(self, now: float) -> None:
+        effects = self._effects
+        self._lane.others_due_at = None
         deadlines = self._calls.deadlines
         if deadlines and deadlines[0][0] <= now:
             self._waits.expire(now)
@@ -290,21 +303,23 @@ class WorkerMachine:
         effects += self._outbox.pump(now)
 
     def next_deadline(self) -> float | None:
-        lane = self._lane
-        others = lane.others_due_at
+        others = self._lane.others_due_at
         if others is None:
-            others = self._waits.due_at
-            for at in (self._outbox.next_deadline(), self._calls.next_deadline()):
-                if at is not None and at < others:
-                    others = at
-            lane.others_due_at = others
-            at = self.session.next_deadline()
-            lane.session_due_at = NEVER if at is None else at
-        earliest = min(others, lane.due_at, lane.session_due_at, self.express.due_at)
+            others = self._others_due_at()
+        earliest = min(others, self._lane.due_at, self.express.due_at)
         return None if earliest == NEVER else earliest
 
+    def _others_due_at(self) -> float:
+        """Works out when any part but the lane has something to do."""
+        others = self._waits.due_at
+        for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
+            if at is not None and at < others:
+                others = at
+        self._lane.others_due_at = others
+        return others
+
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
-        in_lane = self._lane.is_busy + (self.express.in_flight is not None)
+        in_lane = len(self._lane) + (self.express.in_flight is not None)
         return {
             "role": self.session.identity.role,
             "rank": self.session.rank,

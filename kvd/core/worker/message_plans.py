@@ -85,6 +85,10 @@ class MessagePlans:
         """The plans of a call on these keys, if one was made before."""
         return self._plans.get((keys, ()))
 
+    def keep(self, keys: tuple[WorkerKey | None, ...], plans: list[MessagePlan]) -> None:
+        """A call on these keys has sent messages by these plans, and makes them again."""
+        self._plans[keys, ()] = plans
+
     def clear(self) -> None:
         """A key was placed: plans from before may name the wrong partitions."""
         self._plans.clear()

@@ -87,6 +87,11 @@ class OpenPushes:
         self._holds_back = True
         return True
 
+    def lets_start_at(self, place: int) -> bool:
+        """Whether a push at this place would wait for no other, and others for none."""
+        oldest = self.oldest
+        return not self._holds_back and (oldest is None or oldest.place == place)
+
     def _release(self, settled_place: int) -> None:
         """A push of this place is settled: those of the next place start if it was the last."""
         place = next((push.place for push in self._flushes), settled_place)

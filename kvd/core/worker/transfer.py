@@ -29,7 +29,7 @@ from kvd.core.worker.push_window import (
     settle_pushes,
 )
 from kvd.core.worker.servers import Servers
-from kvd.core.worker.steps import StepCounter, Steps
+from kvd.core.worker.steps import NO_STEPS, StepCounter, Steps
 from kvd.errors import (
     DtypeMismatch,
     KeyNotFound,
@@ -57,8 +57,6 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import table_text
-
-NO_STEPS = Steps(0, 0)  # of a pull
 
 
 @dataclass(slots=True, eq=False)

@@ -97,6 +97,11 @@ class Waits:
             at = min(at, begun + answer_s / LOOKS_PER_ANSWER)
         return min(at, (begun + deadline) / 2)
 
+    def calls_are_due(self, now: float) -> bool:
+        """Whether open calls are to be looked at, or ended."""
+        deadlines = self._calls.deadlines
+        return now >= self.due_at or (bool(deadlines) and now >= deadlines[0][0])
+
     def _later_look(self, call: Call, notice_at: float, now: float) -> float:
         times = [now + max(now - call.begun, LEAST_GAP_S), notice_at, call.deadline - LAST_LOOK_S]
         if call.answer_s is not None:

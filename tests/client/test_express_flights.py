@@ -1,0 +1,197 @@
+"""Small pushes and pulls with handles, many of them in flight: they take the express way, and it changes no result."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvd
+import kvd.aio
+from kvd.client.cluster.express_flights import ExpressFlightWay
+from kvd.client.facades.blocking import backend_of
+from kvd.core.worker.express_flights import ExpressFlights
+from kvd.testing.cluster import LocalCluster
+
+KEYS = tuple(f"w{number}" for number in range(8))
+ROUNDS = 12
+
+
+class Taken:
+    """How many calls began and ended on the way."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    taken, begin, end = Taken(), ExpressFlightWay.begin, ExpressFlights.end
+
+    def beginning(way: ExpressFlightWay, *arguments: Any) -> Any:
+        handle = begin(way, *arguments)
+        taken.begun += handle is not None
+        return handle
+
+    def ending(flights: ExpressFlights, *arguments: Any) -> Any:
+        trip = end(flights, *arguments)
+        taken.ended += trip is not None
+        return trip
+
+    monkeypatch.setattr(ExpressFlightWay, "begin", beginning)
+    monkeypatch.setattr(ExpressFlights, "end", ending)
+    return taken
+
+
+def fly(store: kvd.KVStore, most: int, *, keys: int = len(KEYS), dtype: Any = np.float32, rounds: int = ROUNDS) -> None:
+    """Always has so many calls in flight. Each value is overwritten as soon as its call has returned."""
+    flying: deque[tuple[int, kvd.Handle, Any]] = deque()
+
+    def land() -> None:
+        number, handle, out = flying.popleft()
+        assert handle.wait() is out
+        assert (out == np.asarray(2 * (number % 50) + 1, dtype)).all(), (number, out)
+
+    value = np.empty((3, 5), dtype)
+    for number in range(rounds * keys):
+        if len(flying) == most:
+            land()
+        value[...] = number % 50 + store.rank
+        out = np.empty((3, 5), dtype)
+        flying.append((number, store.pushpull_async(KEYS[number % keys], value, out), out))
+        value[...] = 99
+    while flying:
+        land()
+
+
+def init(store: kvd.KVStore, dtype: Any = np.float32) -> None:
+    store.init(list(KEYS), [np.zeros((3, 5), dtype) for _ in KEYS])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "float16", ml_dtypes.bfloat16])
+def test_values_of_every_dtype(taken: Taken, dtype: Any) -> None:
+    def program(store: kvd.KVStore) -> None:
+        init(store, dtype)
+        fly(store, 8, dtype=dtype)
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.begun >= taken.ended > 2 * len(KEYS)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("most", "keys"), [(3, 8), (8, 8), (7, 2), (20, 8)])
+def test_as_many_as_there_are_keys_and_more(taken: Taken, servers: int, most: int, keys: int) -> None:
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, most, keys=keys)
+
+    with LocalCluster(2, servers, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.begun > 0 or most > keys  # of two calls on one key, the second waits for its turn
+
+
+@pytest.mark.parametrize("settings", [{"lanes": "off"}, {"path": "tcp"}, {"path": "ipc"}], ids=str)
+def test_the_same_sums_without_the_way(taken: Taken, settings: dict[str, Any]) -> None:
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, 8)
+
+    with LocalCluster(2, 1, **{"lanes": "auto", **settings}) as cluster:
+        cluster.run(program)
+    assert taken.begun == 0
+
+
+def test_other_calls_come_between(taken: Taken) -> None:
+    """They make the calls in flight ordinary ones, whose values are those of the time of the call."""
+    together = threading.Barrier(2, timeout=60)
+
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, 8)
+        others: list[Callable[[], Any]] = [
+            store.flush,
+            store.barrier,
+            lambda: store.pushpull(list(KEYS[:3]), [np.ones((3, 5), np.float32) for _ in range(3)]),
+            lambda: store.pushpull_async(KEYS[0], np.ones((3, 5), np.float64), cast=True).wait(),
+            lambda: store.pushpull_async(KEYS[0], np.ones((3, 5), np.float32), samples=2).wait(),
+            lambda: store.pull(KEYS[0]),
+        ]
+        for other in others:
+            value, outs = np.full((3, 5), store.rank, np.float32), list(np.empty((len(KEYS), 3, 5), np.float32))
+            if store.rank == 1:
+                together.wait()
+            handles = [store.pushpull_async(key, value, out) for key, out in zip(KEYS, outs, strict=True)]
+            if store.rank == 0:
+                together.wait()
+            value[...] = 99
+            other()
+            for handle, out in zip(handles, outs, strict=True):
+                assert handle.wait() is out
+                assert (out == 1).all()
+            fly(store, 5, rounds=3)
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.begun > taken.ended > 0
+
+
+def test_a_value_of_another_form_is_refused_and_a_strided_one_is_taken() -> None:
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, 8)
+        with pytest.raises(kvd.errors.ShapeMismatch):
+            store.pushpull_async(KEYS[0], np.ones((5, 3), np.float32)).wait()
+        wide, out = np.ones((3, 10), np.float32), np.empty((3, 5), np.float32)
+        assert (store.pushpull_async(KEYS[0], wide[:, ::2], out).wait() == 2).all()
+        in_place = np.ones((3, 5), np.float32)
+        assert store.pushpull_async(KEYS[0], in_place).wait() is in_place
+        assert (in_place == 2).all()
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+
+
+def test_the_end_of_the_store_ends_the_calls_in_flight(taken: Taken) -> None:
+    handles: list[kvd.Handle] = []
+    has_left = threading.Event()
+
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, 8)
+        if store.rank == 0:
+            outs = np.empty((len(KEYS), 3, 5), np.float32)
+            handles.extend(store.pushpull_async(key, outs[0], out) for key, out in zip(KEYS, outs, strict=True))
+            backend_of(store).closing.abandon(failed=False)
+            has_left.set()
+        has_left.wait(60)  # the rounds wait for the other worker, which does not push
+
+    with LocalCluster(2, 1, lanes="auto") as cluster, pytest.raises(kvd.errors.StoreClosed):
+        cluster.run(program)
+    assert all(isinstance(handle.exception(), kvd.KvdError) for handle in handles)
+
+
+def test_in_an_event_loop(taken: Taken) -> None:
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+
+        async def loop() -> None:
+            others = kvd.aio.KVStore(backend_of(store, may_block=False))
+            for step in range(ROUNDS):
+                value = np.full((3, 5), step + store.rank, np.float32)
+                outs = np.empty((len(KEYS), 3, 5), np.float32)
+                calls = [others.pushpull(key, value, out) for key, out in zip(KEYS, outs, strict=True)]
+                await asyncio.gather(*calls)
+                assert (outs == 2 * step + 1).all()
+
+        asyncio.run(loop())
+
+    with LocalCluster(2, 1, lanes="auto") as cluster:
+        cluster.run(program)
+    assert taken.ended > 0

@@ -1,0 +1,180 @@
+"""The express way of a server: what becomes of small pushes when something goes another way than usual."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvd
+from kvd.core.machine import JobDone
+from kvd.core.server.express import ExpressRounds
+from kvd.core.server.lane import PushLane
+from kvd.node.jobs import JobRunner
+from kvd.node.server_express import RepeatedPushes
+from kvd.testing.cluster import LocalCluster
+from kvd.transport.link import Link
+
+STEPS = 24
+
+
+def train(store: kvd.KVStore) -> None:
+    """Each step has the sum of both workers."""
+    store.init("w", np.zeros(5, np.float32))
+    for step in range(STEPS):
+        value = np.full(5, step + store.rank, np.float32)
+        assert (store.pushpull("w", value) == 2 * step + 1).all()
+
+
+def train_with_momentum(store: kvd.KVStore) -> np.ndarray[Any, Any]:
+    store.init("w", np.ones(5, np.float32))
+    store.set_optimizer(kvd.optimizer.SGD(0.01, momentum=0.5))
+    out = np.empty(5, np.float32)
+    for step in range(STEPS):
+        store.pushpull("w", np.full(5, step + store.rank, np.float32), out)
+    return out
+
+
+def in_flight(store: kvd.KVStore) -> None:
+    names = [f"w{number}" for number in range(10)]
+    store.init(names, [np.zeros(3, np.float32)] * len(names))
+    for step in range(STEPS):
+        outs = [np.full(3, step + store.rank, np.float32) for _ in names]
+        handles = [store.pushpull_async(name, out) for name, out in zip(names, outs, strict=True)]
+        for handle, out in zip(handles, outs, strict=True):
+            handle.wait()
+            assert (out == 2 * step + 1).all()
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The frames that were taken as such."""
+    taken: list[bytes] = []
+    take_all = RepeatedPushes.take_all
+
+    def noting(pushes: RepeatedPushes, rests: list[bytes]) -> None:
+        taken.extend(rests)
+        take_all(pushes, rests)
+
+    monkeypatch.setattr(RepeatedPushes, "take_all", noting)
+    return taken
+
+
+def run(program: Callable[[kvd.KVStore], Any], **settings: Any) -> Sequence[Any]:
+    with LocalCluster(2, 1, lanes="auto", **settings) as cluster:
+        return cluster.run(program)
+
+
+def sometimes(every: int, usual: Callable[..., Any], odd: Callable[..., Any]) -> Callable[..., Any]:
+    """Each so many calls go another way."""
+    calls = itertools.count(1)
+    return lambda *arguments: (usual if next(calls) % every else odd)(*arguments)
+
+
+@pytest.mark.parametrize("program", [train, in_flight])
+def test_pushes_are_taken_as_frames(program: Any, frames: list[bytes]) -> None:
+    run(program)
+    assert len(frames) > STEPS
+
+
+def test_what_is_not_held_goes_the_general_way(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PushLane, "hold", sometimes(5, PushLane.hold, lambda *arguments: None))
+    run(train)
+    assert frames
+
+
+def test_a_round_that_has_become_an_ordinary_one_ends_so(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update is made once: otherwise the momentum would count twice."""
+    usual = run(train_with_momentum)
+
+    def after_something_else(rounds: ExpressRounds, *arguments: Any) -> bool:
+        rounds.materialize()
+        return end(rounds, *arguments)
+
+    end = ExpressRounds.end
+    monkeypatch.setattr(ExpressRounds, "end", sometimes(3, end, after_something_else))
+    odd = run(train_with_momentum)
+    assert all(map(np.array_equal, usual, odd))
+    assert frames
+
+
+def test_an_update_that_fails_is_told_to_those_who_pushed(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    failing, calculate = threading.Event(), JobRunner.run
+
+    def may_fail(runner: JobRunner, job: Any, run: int = 0) -> JobDone:
+        if failing.is_set():
+            return JobDone(job.job, None, kvd.NotAllowed("no"), run)
+        return calculate(runner, job, run)
+
+    monkeypatch.setattr(JobRunner, "run", may_fail)
+
+    def program(store: kvd.KVStore) -> None:
+        train(store)
+        store.barrier()
+        failing.set()
+        with pytest.raises(kvd.NotAllowed, match="no"):
+            store.pushpull("w", np.ones(5, np.float32))
+        store.barrier()
+        failing.clear()
+        store.barrier()
+        assert (store.pushpull("w", np.ones(5, np.float32)) == 2).all()
+
+    run(program)
+    assert frames
+
+
+def test_a_bug_ends_no_server(
+    frames: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(PushLane, "hold", sometimes(7, PushLane.hold, broken))
+    with caplog.at_level(logging.ERROR, logger="kvd.node"):
+        run(train)
+    assert any("a push could not be handled" in record.getMessage() for record in caplog.records)
+    assert frames
+
+
+@pytest.mark.parametrize("program", [train, in_flight])
+def test_an_answer_that_is_lost_is_asked_for_again(
+    program: Any, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "send_frames", sometimes(9, Link.send_frames, lambda *arguments: False))
+    run(program)
+    assert frames
+
+
+def test_without_links_they_are_held_as_messages(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    hold = PushLane.hold
+
+    def noting(*arguments: Any) -> Any:
+        held.append(hold(*arguments))
+        return held[-1]
+
+    monkeypatch.setattr(PushLane, "hold", noting)
+    run(train, shared_memory="off", tcp_links="off")
+    assert frames == []
+    assert len(held) - held.count(None) > STEPS
+
+
+def test_answers_to_calls_that_came_together_leave_together(
+    frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    send_frames = Link.send_frames
+
+    def noting(link: Link, data: bytes) -> bool:
+        sent.append(len(data))
+        return send_frames(link, data)
+
+    monkeypatch.setattr(Link, "send_frames", noting)
+    run(in_flight)
+    assert len(sent) < len(frames)
+    assert max(sent) > min(sent)
