@@ -20,8 +20,6 @@ from kvd.protocol.messages import SMALL_PUSH_BYTES, SliceId
 
 RETRY_FIRST_S = 2.0
 RETRY_LIMIT_S = 15.0
-SLOW_FACTOR = 1.5  # times what an answer took that was asked for again, until the next are asked for again
-SLOW_FOR_S = 60.0  # how long a peer is believed to be slow
 RETRY_SOON_S = 0.05
 RETRY_SOON_LIMIT = 20  # the pauses between retries grow so far
 
@@ -69,7 +67,6 @@ class Entry:
     attempts: int = 0
     retry_at: float = 0.0
     sent_at: float = float("-inf")  # to its peer, the first time
-    is_missed: bool = False  # its peer said that it cannot take it yet, or does not have it: the whole of it goes next
 
     @property
     def was_sent(self) -> bool:
@@ -90,17 +87,6 @@ class _PeerQueue:
     credit: int
     in_flight: int = 0
     ready: list[tuple[int, int, Entry]] = field(default_factory=list)  # a heap by priority and number
-    patience_s: float = RETRY_FIRST_S  # until the first retry, while the peer is slow
-    slow_until: float = float("-inf")
-
-    def first_retry_s(self, now: float) -> float:
-        """How long after a request is sent it is sent again."""
-        return self.patience_s if now < self.slow_until else RETRY_FIRST_S
-
-    def was_slow(self, took_s: float, now: float) -> None:
-        """An answer came after its request had been sent again, for nothing."""
-        self.patience_s = min(max(self.first_retry_s(now), SLOW_FACTOR * took_s), RETRY_LIMIT_S)
-        self.slow_until = now + SLOW_FOR_S
 
 
 class Outbox:
@@ -126,6 +112,7 @@ class Outbox:
         self._entries: dict[int, Entry] = {}
         self._tails: dict[SliceId, Entry] = {}  # the last unsent push of a slice
         self._retries: list[tuple[float, int]] = []  # a heap of times and requests
+        self._missed: set[int] = set()  # requests that a peer cannot take yet, or does not have: sent whole next
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -195,15 +182,8 @@ class Outbox:
         if entry.state is SENT:
             self._return_credit(entry)
             entry.move_to(STAGED)
-            self.note_answer(entry, now)
             entry.attempts = 0
-            self._retry_at(entry, now + self._queues[entry.send.peer].first_retry_s(now))
-
-    def note_answer(self, entry: Entry, now: float) -> None:
-        """The peer answers. If it was asked again meanwhile, it is only slow: it is given more time from now on, as
-        each retry of what it has answered, or will, makes it slower."""
-        if entry.attempts:
-            self._queues[entry.send.peer].was_slow(now - entry.sent_at, now)
+            self._retry_at(entry, now + RETRY_FIRST_S)
 
     def settle(self, entry: Entry) -> None:
         """The request is answered, or given up. Nothing happens if it was before."""
@@ -218,6 +198,7 @@ class Outbox:
         entry.move_to(SETTLED)
         self.activity += 1
         self._entries.pop(entry.request, None)
+        self._missed.discard(entry.request)
         if entry.siblings is not None:
             entry.siblings.discard(entry)
 
@@ -266,7 +247,7 @@ class Outbox:
             if entry.pushes:
                 self.unstaged += 1
         entry.attempts += 1
-        entry.is_missed = True
+        self._missed.add(entry.request)
         if most_attempts is not None:
             entry.attempts = min(entry.attempts, most_attempts)
         self._retry_at(entry, now + RETRY_SOON_S * min(entry.attempts, RETRY_SOON_LIMIT))
@@ -280,8 +261,7 @@ class Outbox:
             if entry is None or entry.retry_at != at or entry.state is QUEUED:
                 continue
             entry.attempts += 1
-            first_s = self._queues[entry.send.peer].first_retry_s(now)
-            self._retry_at(entry, now + min(first_s * 2 ** min(entry.attempts, 8), RETRY_LIMIT_S))
+            self._retry_at(entry, now + min(RETRY_FIRST_S * 2 ** min(entry.attempts, 8), RETRY_LIMIT_S))
             sends += self._again(entry)
         return sends
 
@@ -289,8 +269,8 @@ class Outbox:
         """The retry of a request. That a push of many bytes is not answered mostly means that its bytes wait in front
         of a busy peer: more of them would keep it busy for ever. A probe comes after them on the same connection, and
         is answered with NotYet if they were lost."""
-        may_be_there = entry.pushes and not entry.is_small and not entry.is_missed
-        entry.is_missed = False
+        may_be_there = entry.pushes and not entry.is_small and entry.request not in self._missed
+        self._missed.discard(entry.request)
         if may_be_there or (entry.state is STAGED and entry.pushes):
             return [_probe(entry)]
         if self._asks_staged and entry.is_small:
@@ -367,7 +347,8 @@ class Outbox:
         elif entry.pushes:
             self.unstaged += 1
         entry.move_to(QUEUED)
-        entry.attempts, entry.retry_at, entry.is_missed = 0, 0.0, False
+        entry.attempts, entry.retry_at = 0, 0.0
+        self._missed.discard(entry.request)
 
     def _make_ready(self, entry: Entry) -> None:
         queue = self._queues.get(entry.send.peer)
@@ -379,7 +360,7 @@ class Outbox:
         entry.move_to(SENT)
         entry.sent_at = now
         self._leave_queue(entry)
-        self._retry_at(entry, now + self._queues[entry.send.peer].first_retry_s(now))
+        self._retry_at(entry, now + RETRY_FIRST_S)
         return entry.send
 
     def _leave_queue(self, entry: Entry) -> None:

@@ -15,8 +15,6 @@ from kvd.core.outbox import (
     RETRY_SOON_S,
     SENT,
     SETTLED,
-    SLOW_FACTOR,
-    SLOW_FOR_S,
     STAGED,
     Entry,
     EntryState,
@@ -127,35 +125,6 @@ def test_a_push_of_many_bytes_is_asked_after_and_sent_again_if_it_is_not_there()
     outbox.validate()
     assert outbox.due(3.0 + 2 * RETRY_SOON_S) == [first]
     assert probes(outbox.due(100.0)) == [(1, True)]
-
-
-def test_a_server_that_answered_late_is_asked_again_later_for_a_while() -> None:
-    """A retry of what is answered already brings the answer again, bytes included."""
-    late, next_, other, last = push(1, 1), push(2, 1, key="x"), push(3, 1, key="y", peer=S1), push(4, 1, key="z")
-    outbox = filled(late)
-    outbox.pump(0.0)
-    outbox.due(RETRY_FIRST_S)
-    outbox.note_answer(late, 4.0)
-    outbox.settle(late)
-    outbox.add(next_)
-    outbox.add(other)
-    outbox.pump(5.0)
-    assert (next_.retry_at, other.retry_at) == (5.0 + SLOW_FACTOR * 4.0, 5.0 + RETRY_FIRST_S)
-    outbox.add(last)
-    outbox.pump(5.0 + SLOW_FOR_S)
-    assert last.retry_at == 5.0 + SLOW_FOR_S + RETRY_FIRST_S
-
-
-def test_no_server_is_given_more_time_than_the_longest_pause() -> None:
-    late, next_ = push(1, 1), push(2, 1, key="x")
-    outbox = filled(late)
-    outbox.pump(0.0)
-    outbox.due(RETRY_FIRST_S)
-    outbox.mark_staged(late, 1000.0)
-    assert late.retry_at == 1000.0 + RETRY_LIMIT_S
-    outbox.add(next_)
-    outbox.pump(1000.0)
-    assert next_.retry_at == 1000.0 + RETRY_LIMIT_S
 
 
 def test_retries_send_the_same_request_at_growing_intervals() -> None:
@@ -365,7 +334,7 @@ def test_a_small_push_is_probed_again_when_it_is_retried() -> None:
     assert probes(outbox.due(RETRY_SOON_S)) == [(1, False), (1, True)]
     assert probes(outbox.due(RETRY_FIRST_S)) == [(2, True)]
     outbox.mark_staged(small, 3.0)
-    assert (1, True) in probes(outbox.due(3.0 + SLOW_FACTOR * 3.0))
+    assert (1, True) in probes(outbox.due(3.0 + RETRY_FIRST_S))
 
 
 def test_a_small_push_whose_bytes_were_lost_counts_as_unstaged() -> None:

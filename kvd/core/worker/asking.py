@@ -153,7 +153,6 @@ class Asker:
         if entry.pushes and isinstance(message, Refused) and is_kept(message):
             self._outbox.mark_staged(entry, now)
         else:
-            self._outbox.note_answer(entry, now)
             self._outbox.settle(entry)
         entry.answered(event)
 
