@@ -87,10 +87,10 @@ def listed(keys: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
 @pytest.mark.parametrize(
     ("prepare", "by_worker", "by_server"),
     [
-        pytest.param(pushpull, 58, 225, id="1 KiB"),
+        pytest.param(pushpull, 58, 138, id="1 KiB"),
         pytest.param(listed(10), 195, 250, id="a list of ten"),
         pytest.param(listed(500), 240, 440, id="a list of five hundred"),
-        pytest.param(in_flight, 100, 180, id="many in flight"),
+        pytest.param(in_flight, 100, 110, id="many in flight"),
     ],
 )
 def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:
