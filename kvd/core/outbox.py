@@ -112,6 +112,7 @@ class Outbox:
         self._entries: dict[int, Entry] = {}
         self._tails: dict[SliceId, Entry] = {}  # the last unsent push of a slice
         self._retries: list[tuple[float, int]] = []  # a heap of times and requests
+        self._missed: set[int] = set()  # requests that a peer cannot take yet, or does not have: sent whole next
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -197,6 +198,7 @@ class Outbox:
         entry.move_to(SETTLED)
         self.activity += 1
         self._entries.pop(entry.request, None)
+        self._missed.discard(entry.request)
         if entry.siblings is not None:
             entry.siblings.discard(entry)
 
@@ -245,6 +247,7 @@ class Outbox:
             if entry.pushes:
                 self.unstaged += 1
         entry.attempts += 1
+        self._missed.add(entry.request)
         if most_attempts is not None:
             entry.attempts = min(entry.attempts, most_attempts)
         self._retry_at(entry, now + RETRY_SOON_S * min(entry.attempts, RETRY_SOON_LIMIT))
@@ -259,13 +262,20 @@ class Outbox:
                 continue
             entry.attempts += 1
             self._retry_at(entry, now + min(RETRY_FIRST_S * 2 ** min(entry.attempts, 8), RETRY_LIMIT_S))
-            if entry.state is STAGED and entry.pushes:
-                sends.append(_probe(entry))
-            else:
-                sends.append(entry.send)
-                if self._asks_staged and entry.is_small:
-                    sends.append(_probe(entry))
+            sends += self._again(entry)
         return sends
+
+    def _again(self, entry: Entry) -> list[Send]:
+        """The retry of a request. That a push of many bytes is not answered mostly means that its bytes wait in front
+        of a busy peer: more of them would keep it busy for ever. A probe comes after them on the same connection, and
+        is answered with NotYet if they were lost."""
+        may_be_there = entry.pushes and not entry.is_small and entry.request not in self._missed
+        self._missed.discard(entry.request)
+        if may_be_there or (entry.state is STAGED and entry.pushes):
+            return [_probe(entry)]
+        if self._asks_staged and entry.is_small:
+            return [entry.send, _probe(entry)]
+        return [entry.send]
 
     def replace_sources(self, copies: Mapping[int, Buffer]) -> None:
         """From now on what lay in the buffer with this `id` is sent from its copy."""
@@ -338,6 +348,7 @@ class Outbox:
             self.unstaged += 1
         entry.move_to(QUEUED)
         entry.attempts, entry.retry_at = 0, 0.0
+        self._missed.discard(entry.request)
 
     def _make_ready(self, entry: Entry) -> None:
         queue = self._queues.get(entry.send.peer)

@@ -349,6 +349,10 @@ def test_a_push_that_was_given_up_is_sent_again_from_a_copy() -> None:
     assert harness.result(done) is None
     assert isinstance(harness.error(call), RequestTimeout)
     harness.wait(3.0)
+    probe = harness.take(Push)
+    assert not probe.payload
+    harness.say(probe.peer, NotYet(probe.message.request, NotYetReason.OUT_OF_TURN, "", "w", 1))  # type: ignore[union-attr]
+    harness.wait(1.0)
     assert one(harness.take(Push).payload) == Span(b"copy", 0, 1)
 
 

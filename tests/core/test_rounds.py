@@ -55,6 +55,40 @@ def test_a_sync_round_step_by_step() -> None:
     assert (log.version, log.current, log.previous) == (1, "v1", "v0")
 
 
+class Counted(list[int]):
+    """Ranks that a round waits for, and how often it was asked for one of them."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("step", [1, -1, 7])
+def test_a_round_looks_at_each_of_many_ranks_once(step: int) -> None:
+    """A look at all of them at each push would grow with the square of their number."""
+    log, required = sync(), Counted(range(100))
+    for round_ in (1, 2):
+        required.looks = 0
+        for number in range(100):
+            rank = (number * step) % 100
+            assert log.close_next(required) is None
+            stage(log, given(rank, round_))
+        assert log.close_next(required) is not None
+        log.commit(f"v{round_}")
+        assert required.looks <= 400
+
+
+def test_a_round_that_waits_for_fewer_ranks_than_before_looks_at_all_of_them() -> None:
+    log = sync()
+    for rank in (0, 1):
+        stage(log, given(rank, 1))
+    assert log.close_next([0, 1, 2]) is None
+    assert log.close_next([0, 1, 3]) is None
+    assert who(log.close_next([1, 0])) == [(0, 1), (1, 1)]
+
+
 @pytest.mark.parametrize("make", [sync, asynchronous])
 @pytest.mark.parametrize(
     ("clock", "status"),

@@ -24,6 +24,8 @@ from kvd.protocol.messages import (
     Init,
     MemberState,
     NewKey,
+    NotYet,
+    NotYetReason,
     Part,
     Publish,
     PullRows,
@@ -147,6 +149,11 @@ def test_an_unanswered_push_is_sent_again_with_the_same_rows() -> None:
     first = [harness.take(Push), harness.take(Push)]
     harness.reply(first[0], Done)
     harness.wait(RETRY_FIRST_S * 1.5)
+    probe: Any = harness.take(Push)
+    assert probe.message.probe
+    assert not probe.payload
+    harness.say(probe.peer, NotYet(probe.message.request, NotYetReason.OUT_OF_TURN, "", "t", 1))
+    harness.wait(1.0)
     again = harness.take(Push)
     assert again == first[1]
     assert again.payload == (Span("rows", 48, 16),)

@@ -106,10 +106,10 @@ def unclosed_stays(patch: pytest.MonkeyPatch) -> None:
 def incomplete_rounds(patch: pytest.MonkeyPatch) -> None:
     """A round is closed with the contributions that are there."""
 
-    def missing(log: SliceLog, clock: int, required: Any) -> list[int]:
-        return [] if log._staging.rounds.get(clock) else list(required)
+    def is_complete(log: SliceLog, clock: int, required: Any) -> bool:
+        return bool(log._staging.rounds.get(clock))
 
-    patch.setattr(SliceLog, "missing", missing)
+    patch.setattr(SliceLog, "_is_complete", is_complete)
 
 
 def no_staleness_bound(patch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ class SliceLog:
     newest: tuple[int, int] = (START, 0)  # the newest place of a push that counts, and its clock; sync only
     shared: CountedSteps = field(default_factory=CountedSteps)  # async: the shared steps that count here
     _staging: Staging = field(default_factory=Staging)
+    _waits_at: int = field(default=0, compare=False)  # where in the required ranks the next round looks for one first
 
     # ── where a worker stands ──
 
@@ -153,9 +154,8 @@ class SliceLog:
         """Whether a push of this kind would meet the other kind (contributions and assignments) in its round."""
         others = self._staging.rounds.get(clock) if self.sync else None
         if others:
-            for other in others.values():
-                if (other.how == ADD) != (how == ADD):
-                    return True
+            for other in others.values():  # one tells for all: this is asked before each is staged
+                return (other.how == ADD) != (how == ADD)
         return False
 
     def refuse(self, rank: int, refusal: Refusal) -> None:
@@ -290,7 +290,20 @@ class SliceLog:
         with a staleness of 0 the pushes of one clock would wait for each other."""
         return min((self.staged_clock(rank) for rank in required), default=0)
 
-    def close_next(self, required: Collection[int]) -> Record | None:
+    def _is_complete(self, clock: int, required: Sequence[int]) -> bool:
+        """Sync: whether the round waits for nobody. A round is asked at each of its pushes: it goes on looking where it
+        found a rank that was missing, and so looks at each rank once, however many there are."""
+        contributions, progress = self._staging.rounds.get(clock, ()), self.progress
+        count = len(required)
+        begin = self._waits_at if self._waits_at < count else 0
+        for place in range(begin, begin + count):
+            rank = required[place if place < count else place - count]
+            if rank not in contributions and progress.get(rank, NO_PROGRESS).staged < clock:
+                self._waits_at = place if place < count else place - count
+                return False
+        return True
+
+    def close_next(self, required: Sequence[int]) -> Record | None:
         """Closes the next round if it is complete and no other is being applied."""
         if self.closing is not None:
             return None
@@ -326,13 +339,13 @@ class SliceLog:
         self.closing = Record(self.closed, ())
         return self.closing
 
-    def _take_round(self, required: Collection[int]) -> tuple[Contribution, ...] | None:
+    def _take_round(self, required: Sequence[int]) -> tuple[Contribution, ...] | None:
         """A round is empty if all required workers resumed after it, and those that had to push for it have left."""
         clock = self.closed + 1
         contributions = self._staging.rounds.get(clock)
         if not contributions:
-            return () if required and not self.missing(clock, required) else None
-        if self.missing(clock, required):
+            return () if required and self._is_complete(clock, required) else None
+        if not self._is_complete(clock, required):
             return None
         del self._staging.rounds[clock]
         return tuple(map(contributions.__getitem__, sorted(contributions)))
