@@ -84,8 +84,8 @@ def test_who_waits_for_a_worker_that_died_is_told(end: str) -> None:
         for handle in made:
             handle.wait()
         one.push("w", ones())
-        with pytest.raises(ValueError), other:
-            raise ValueError
+        with pytest.raises(ValueError, match="its end"), other:
+            raise ValueError("its end")
         with pytest.raises(NodeLost, match=f"worker {other.rank}") as raised:
             getattr(one, end)()
         assert raised.value.node == f"worker {other.rank}"
