@@ -37,14 +37,15 @@ LONGEST_INTERVAL_S = 5.0  # between two heartbeats of a worker, with the usual w
 
 
 class Cost(NamedTuple):
-    """What something took: of the scheduler's processor time, and of the frames that it sent."""
+    """What something took: of the scheduler's processor time, of the frames that it sent, and how many came in."""
 
     cpu_s: float
     frames: int
     nbytes: int
+    taken: int
 
     def per(self, count: int) -> Cost:
-        return Cost(self.cpu_s / count, round(self.frames / count), round(self.nbytes / count))
+        return Cost(self.cpu_s / count, *(round(total / count) for total in self[1:]))
 
 
 class Figures(NamedTuple):
@@ -125,6 +126,7 @@ class Crowd:
         self._sessions: dict[CallerPeer, SchedulerSession] = {}
         self.answered: set[CallerPeer] = set()
         self._cpu_s = 0.0
+        self._taken = 0
 
     def start(self) -> None:
         self._driver.start()
@@ -158,6 +160,7 @@ class Crowd:
         began_s = time.process_time()
         self._transport.on_message(peer, header, None, HOLDER)
         self._cpu_s += time.process_time() - began_s
+        self._taken += 1
 
     def deliver(self) -> None:
         """Hands the nodes all frames, and what they answer to the scheduler, until nothing is on its way."""
@@ -176,8 +179,8 @@ class Crowd:
 
     def take_cost(self) -> Cost:
         """Since it was asked the last time."""
-        cost = Cost(self._cpu_s, self._transport.frames, self._transport.nbytes)
-        self._cpu_s, self._transport.frames, self._transport.nbytes = 0.0, 0, 0
+        cost = Cost(self._cpu_s, self._transport.frames, self._transport.nbytes, self._taken)
+        self._cpu_s, self._transport.frames, self._transport.nbytes, self._taken = 0.0, 0, 0, 0
         return cost
 
     def workers_there(self) -> list[CallerPeer]:

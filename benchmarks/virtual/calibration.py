@@ -53,7 +53,7 @@ FIRST_GUESS: Final = Costs(
 """With which the first clusters are counted: how often processes change places depends on it a little."""
 
 COUNTED_STEPS: Final = 20
-SCHEDULED_WORKERS: Final = 100
+SCHEDULED_WORKERS: Final = (50, 100, 200, 400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,14 @@ def foretold(way: str, case: Case, costs: Costs, steps: int) -> Prediction:
 
 
 def scheduler_costs() -> SchedulerCosts:
-    """From a real scheduler without sockets: heartbeats have next to no bytes, joins have many."""
-    say("measuring the scheduler")
-    found = asyncio.run(many.measure(SCHEDULED_WORKERS))
-    message_s = found.heartbeats.cpu_s / (2 * found.heartbeats.frames)
-    rest_s = found.join.cpu_s - message_s * 2 * found.join.frames
-    return SchedulerCosts(message_s, max(0.0, rest_s / found.join.nbytes))
+    """From a real scheduler without sockets: heartbeats have next to no bytes, joins have many, and the more the more
+    workers there are."""
+    samples = []
+    for workers in SCHEDULED_WORKERS:
+        say(f"measuring the scheduler with {workers} workers")
+        found = asyncio.run(many.measure(workers))
+        samples += [
+            Sample({"message_s": cost.taken + cost.frames, "byte_s": cost.nbytes}, cost.cpu_s)
+            for cost in (found.join, found.barrier, found.heartbeats)
+        ]
+    return SchedulerCosts(**fit(samples, [field.name for field in dataclasses.fields(SchedulerCosts)]))

@@ -18,6 +18,8 @@ class WorkerCosts:
         message_s: each message, sent or received.
         byte_s: each byte of a value, pushed or pulled.
         switch_s: each process that had the core since: what its caches have forgotten.
+        cold_key_s: each key that comes first after another process had the core, besides `key_s`: what is kept for it
+            has left the caches.
     """
 
     call_s: float
@@ -25,6 +27,7 @@ class WorkerCosts:
     message_s: float
     byte_s: float
     switch_s: float = 0.0
+    cold_key_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,23 @@ class WorkerPricing:
     def __init__(self, costs: WorkerCosts) -> None:
         self.counts = defaultdict[str, float](float)
         self._costs = costs
+        self._is_cold = False  # another process had the core since keys were handled
 
     def event(self, event: Event) -> float:
         if not (isinstance(event, LocalCall) and isinstance(event.request, Transfer)):
             return 0.0
-        keys = len(event.request.items) / 2
         self.counts["call_s"] += 1
+        return self._costs.call_s / 2 + self._keys(len(event.request.items) / 2)
+
+    def _keys(self, keys: float) -> float:
+        """Half of what is to be done with keys: at the beginning of their call, or at its end."""
         self.counts["key_s"] += keys
-        return self._costs.call_s / 2 + keys * self._costs.key_s
+        cost_s = keys * self._costs.key_s
+        if self._is_cold:
+            self._is_cold = False
+            self.counts["cold_key_s"] += keys
+            cost_s += keys * self._costs.cold_key_s
+        return cost_s
 
     def send(self, message: Any, header_nbytes: int, nbytes: int, *, by_reference: bool) -> Work:
         return self._message(nbytes)
@@ -46,14 +55,13 @@ class WorkerPricing:
         raise TypeError("workers have no jobs")
 
     def copy(self, copy: Copy) -> float:
-        keys = len(copy.rows) / 2
-        self.counts["key_s"] += keys
-        return keys * self._costs.key_s
+        return self._keys(len(copy.rows) / 2)
 
     def complete(self) -> float:
         return self._costs.call_s / 2
 
     def switched(self, others: float) -> float:
+        self._is_cold = self._is_cold or others > 0
         self.counts["switch_s"] += others
         return others * self._costs.switch_s
 

@@ -44,6 +44,22 @@ def between_hosts(workers: int, servers: int, nbytes: int, rates: Rates = GIGABY
     return foretell(Plan(workers, servers, floats(nbytes), steps, 1, network=rates), NOTHING)
 
 
+# ── processors ──
+
+
+def test_keys_cost_more_after_another_process_had_the_core() -> None:
+    """Of a worker with a core for itself nothing is forgotten, whatever it would cost. On one core the server runs
+    between the beginning and the end of each call, and so does the other worker."""
+    costs = dataclasses.replace(NOTHING, worker=WorkerCosts(0.0, 1e-6, 0.0, 0.0, 0.0, 3e-6))
+    alone = foretell(Plan(1, 1, (1,) * 100, 2, 2), costs)
+    assert alone.workers.cpu_s == pytest.approx(100e-6)
+    assert alone.workers.counts.get("cold_key_s", 0) == 0
+    shared = foretell(Plan(2, 1, (1,) * 100, 2, 1), costs)
+    assert shared.workers.counts["key_s"] == 100
+    assert 50 <= shared.workers.counts["cold_key_s"] <= 100
+    assert shared.workers.cpu_s == pytest.approx(100e-6 + 3e-6 * shared.workers.counts["cold_key_s"])
+
+
 # ── the network ──
 
 
