@@ -40,12 +40,13 @@ KINDS: Final = (("1KiB", 0), ("1KiBx1000", 0), ("4MiB", 64 << 10), ("64MiB", 0))
 CASES: Final = (
     *[Case(work, workers, slice_bytes) for workers in (1, 2) for work, slice_bytes in KINDS],
     Case("1KiB", 8),
+    Case("1KiBx1000", 8),
 )
 """Small values, many keys, many messages, many bytes; and how much more each costs where many share a core."""
 
 FIRST_GUESS: Final = Costs(
     WorkerCosts(80e-6, 5e-6, 40e-6, 0.1e-9),
-    ServerCosts(30e-6, 0.1e-6, 0.3e-9, 50e-6, 0.1e-9, 0.06e-9),
+    ServerCosts(30e-6, 0.1e-6, 0.1e-6, 0.3e-9, 50e-6, 0.1e-9, 0.06e-9),
     SchedulerCosts(30e-6, 0.05e-6),
     20e-6,
     20e9,

@@ -17,7 +17,7 @@ class WorkerCosts:
         key_s: each key of a call.
         message_s: each message, sent or received.
         byte_s: each byte of a value, pushed or pulled.
-        switch_s: each process that had the core since: what its caches have forgotten.
+        switch_s: each time that another process had the core before: what its caches have forgotten.
         cold_key_s: each key that comes first after another process had the core, besides `key_s`: what is kept for it
             has left the caches.
     """
@@ -37,6 +37,7 @@ class ServerCosts:
     Attributes:
         message_s: each message, sent or received.
         slice_s: each slice of a round.
+        merged_slice_s: each slice of each push that is merged.
         byte_s: each byte of a value on its way through a socket, in either direction.
         round_s: each round of a slice, or of slices that are fused.
         merged_byte_s: each byte that is merged.
@@ -46,6 +47,7 @@ class ServerCosts:
 
     message_s: float
     slice_s: float
+    merged_slice_s: float
     byte_s: float
     round_s: float
     merged_byte_s: float

@@ -31,7 +31,7 @@ class Running(Protocol):
         """The next piece of its work; None: it sleeps until `Cores.wake`."""
 
     def switched(self, others: float) -> float:
-        """It is given a core on which so many others have run since it ran: the seconds that this costs."""
+        """It is given a core on which others have run since it ran, by this probability: the seconds that this costs."""
 
     def has_used(self, cpu_s: float) -> None:
         """So much of a core was used for it."""
@@ -108,11 +108,11 @@ class Cores:
             self._clock.after(cost_s, lambda core=core, until=until: self._next(core, until))  # type: ignore[misc]
 
     def _others(self, process: Running) -> float:
-        """How many have run on a core since this one ran; all cores are alike."""
+        """How probable it is that another one has run on its core since it ran; all cores are alike."""
         self._turns += 1
         since = self._turns - self._latest_turn.get(id(process), self._turns) - 1
         self._latest_turn[id(process)] = self._turns
-        return min(max(0, since), len(self._latest_turn) - 1) / self._count
+        return min(1.0, max(0, since) / self._count)
 
     def _next(self, core: _Core, until: float) -> None:
         """The core's process goes on with its next piece of work, or gives the core back."""

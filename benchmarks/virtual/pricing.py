@@ -22,7 +22,7 @@ class WorkerPricing:
     def __init__(self, costs: WorkerCosts) -> None:
         self.counts = defaultdict[str, float](float)
         self._costs = costs
-        self._is_cold = False  # another process had the core since keys were handled
+        self._coldness = 0.0  # how probable it is that another process had the core since keys were handled
 
     def event(self, event: Event) -> float:
         if not (isinstance(event, LocalCall) and isinstance(event.request, Transfer)):
@@ -34,11 +34,9 @@ class WorkerPricing:
         """Half of what is to be done with keys: at the beginning of their call, or at its end."""
         self.counts["key_s"] += keys
         cost_s = keys * self._costs.key_s
-        if self._is_cold:
-            self._is_cold = False
-            self.counts["cold_key_s"] += keys
-            cost_s += keys * self._costs.cold_key_s
-        return cost_s
+        cold_keys, self._coldness = keys * self._coldness, 0.0
+        self.counts["cold_key_s"] += cold_keys
+        return cost_s + cold_keys * self._costs.cold_key_s
 
     def send(self, message: Any, header_nbytes: int, nbytes: int, *, by_reference: bool) -> Work:
         return self._message(nbytes)
@@ -61,7 +59,7 @@ class WorkerPricing:
         return self._costs.call_s / 2
 
     def switched(self, others: float) -> float:
-        self._is_cold = self._is_cold or others > 0
+        self._coldness = max(self._coldness, others)
         self.counts["switch_s"] += others
         return others * self._costs.switch_s
 
@@ -98,9 +96,10 @@ class ServerPricing:
         slices = len(job.layout)
         self.counts["round_s"] += 1
         self.counts["slice_s"] += slices
+        self.counts["merged_slice_s"] += slices * len(job.contributions)
         self.counts["merged_byte_s"] += merged
         self.counts["version_byte_s"] += job.nbytes
-        cpu_s = costs.round_s + slices * costs.slice_s
+        cpu_s = costs.round_s + slices * (costs.slice_s + len(job.contributions) * costs.merged_slice_s)
         return Work(cpu_s + merged * costs.merged_byte_s + job.nbytes * costs.version_byte_s, merged + job.nbytes)
 
     def copy(self, copy: Copy) -> float:

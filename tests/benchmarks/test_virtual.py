@@ -20,13 +20,13 @@ from benchmarks.virtual.network import PACKET_NBYTES, PACKET_OVERHEAD_NBYTES, Ra
 
 MB = 1_000_000
 NOTHING = Costs(
-    WorkerCosts(0.0, 0.0, 0.0, 0.0), ServerCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), SchedulerCosts(0.0, 0.0), 0.0, 1e15
+    WorkerCosts(0.0, 0.0, 0.0, 0.0), ServerCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), SchedulerCosts(0.0, 0.0), 0.0, 1e15
 )
 """Of a machine that takes no time for anything."""
 
 EACH = Costs(
     WorkerCosts(100e-6, 5e-6, 30e-6, 0.1e-9, 10e-6),
-    ServerCosts(20e-6, 0.4e-6, 0.3e-9, 90e-6, 0.07e-9, 0.06e-9, 20e-6),
+    ServerCosts(20e-6, 0.4e-6, 0.2e-6, 0.3e-9, 90e-6, 0.07e-9, 0.06e-9, 20e-6),
     SchedulerCosts(20e-6, 0.05e-6),
     20e-6,
     30e9,
