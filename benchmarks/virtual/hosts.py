@@ -31,7 +31,7 @@ class Running(Protocol):
         """The next piece of its work; None: it sleeps until `Cores.wake`."""
 
     def switched(self, others: float) -> float:
-        """It is given a core on which others have run since it ran, by this probability: the seconds that this costs."""
+        """It is given a core that another one probably had since it ran (0 to 1): the seconds that this costs."""
 
     def has_used(self, cpu_s: float) -> None:
         """So much of a core was used for it."""
