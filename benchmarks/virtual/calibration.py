@@ -36,6 +36,7 @@ class Case:
 
 
 SMALLEST: Final = Case("1KiB", 1)
+LIST: Final = Case("1KiBx1000", 1)
 KINDS: Final = (("1KiB", 0), ("1KiBx1000", 0), ("4MiB", 64 << 10), ("64MiB", 0))
 CASES: Final = (
     *[Case(work, workers, slice_bytes) for workers in (1, 2) for work, slice_bytes in KINDS],
@@ -101,7 +102,7 @@ class Calibration:
             prediction = foretell(plan_of(way, case), guess)
             workers.append(Sample(prediction.workers.counts, result.worker_s))
             servers.append(Sample(prediction.servers.counts, result.servers_s))
-        names = [field.name for field in dataclasses.fields(WorkerCosts)]
+        names = [field.name for field in dataclasses.fields(WorkerCosts) if field.name != "late_key_s"]
         worker = WorkerCosts(**fit(workers, names))
         known = {}
         if way != BY_REFERENCE:
@@ -112,8 +113,12 @@ class Calibration:
         if way == BY_REFERENCE:
             names.remove("byte_s")
         server = ServerCosts(**{"byte_s": 0.0, **known, **fit(servers, names, known)})
-        smallest = next(result for case, result in found if case == SMALLEST)
+        results = dict(found)
+        smallest, list_ = results[SMALLEST], results[LIST]
         wake_s = max(0.0, (smallest.step_s - smallest.worker_s - smallest.servers_s) / 2)
+        side_by_side_s = list_.worker_s + list_.servers_s + 2 * wake_s - list_.step_s
+        late_key_s = min(max(0.0, side_by_side_s / len(sizes_of(LIST.work))), worker.key_s / 2)
+        worker = dataclasses.replace(worker, late_key_s=late_key_s)
         return dataclasses.replace(guess, worker=worker, server=server, wake_s=wake_s)
 
 

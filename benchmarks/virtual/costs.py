@@ -20,6 +20,8 @@ class WorkerCosts:
         switch_s: each time that another process had the core before: what its caches have forgotten.
         cold_key_s: each key that comes first after another process had the core, besides `key_s`: what is kept for it
             has left the caches.
+        late_key_s: of `key_s` and for each key, what comes when the messages of the call have left: the servers work
+            meanwhile. At most half of it.
     """
 
     call_s: float
@@ -28,6 +30,7 @@ class WorkerCosts:
     byte_s: float
     switch_s: float = 0.0
     cold_key_s: float = 0.0
+    late_key_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

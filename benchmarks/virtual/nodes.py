@@ -59,6 +59,9 @@ class Pricing(Protocol):
     def event(self, event: Event) -> float:
         """The step of the machine for this event."""
 
+    def after(self, event: Event) -> float:
+        """What is left to do for it when its effects have left."""
+
     def send(self, message: Any, header_nbytes: int, nbytes: int, *, by_reference: bool) -> Work:
         """A message with so many bytes of payload leaves."""
 
@@ -174,6 +177,9 @@ class Node:
             effects = self.machine.step(event, self._clock.now)
             for effect, run, epoch in by_run(self.machine, effects):
                 yield from self._carry_out(effect, run, epoch, chain)
+            late_s = self.pricing.after(event)
+            if late_s:
+                yield Work(late_s)
         if self._held:
             yield from self._pass_on(*self._held)
         self._set_timer()

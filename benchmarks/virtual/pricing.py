@@ -28,7 +28,13 @@ class WorkerPricing:
         if not (isinstance(event, LocalCall) and isinstance(event.request, Transfer)):
             return 0.0
         self.counts["call_s"] += 1
-        return self._costs.call_s / 2 + self._keys(len(event.request.items) / 2)
+        keys = len(event.request.items)
+        return self._costs.call_s / 2 + self._keys(keys / 2) - keys * self._costs.late_key_s
+
+    def after(self, event: Event) -> float:
+        if not (isinstance(event, LocalCall) and isinstance(event.request, Transfer)):
+            return 0.0
+        return len(event.request.items) * self._costs.late_key_s
 
     def _keys(self, keys: float) -> float:
         """Half of what is to be done with keys: at the beginning of their call, or at its end."""
@@ -72,6 +78,9 @@ class ServerPricing:
         self._costs = costs
 
     def event(self, event: Event) -> float:
+        return 0.0
+
+    def after(self, event: Event) -> float:
         return 0.0
 
     def send(self, message: Any, header_nbytes: int, nbytes: int, *, by_reference: bool) -> Work:
@@ -121,6 +130,9 @@ class SchedulerPricing:
         self._costs = costs
 
     def event(self, event: Event) -> float:
+        return 0.0
+
+    def after(self, event: Event) -> float:
         return 0.0
 
     def send(self, message: Any, header_nbytes: int, nbytes: int, *, by_reference: bool) -> Work:

@@ -60,6 +60,16 @@ def test_keys_cost_more_after_another_process_had_the_core() -> None:
     assert shared.workers.cpu_s == pytest.approx(100e-6 + 3e-6 * shared.workers.counts["cold_key_s"])
 
 
+def test_a_worker_tidies_up_while_the_server_works() -> None:
+    """100 keys of 3 us, of which 1 us each comes when the message has left, and a server that takes 50 us, or 150."""
+    for round_s, step_s in ((50e-6, 200e-6 + 100e-6), (150e-6, 200e-6 + 150e-6)):
+        server = dataclasses.replace(NOTHING.server, round_s=round_s)
+        costs = dataclasses.replace(NOTHING, worker=WorkerCosts(0.0, 3e-6, 0.0, 0.0, late_key_s=1e-6), server=server)
+        found = foretell(Plan(1, 1, (1,) * 100, 2, 2), costs)
+        assert found.step_s == pytest.approx(step_s)
+        assert found.workers.cpu_s == pytest.approx(300e-6)
+
+
 # ── the network ──
 
 
