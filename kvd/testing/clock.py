@@ -13,13 +13,14 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._scheduled: list[tuple[float, int, Act]] = []  # a heap of (time, order of scheduling, what happens)
+        self._scheduled: list[tuple[float, int, int, Act]] = []  # a heap: time, turn, order of scheduling, what happens
         self._order = 0
 
-    def at(self, time: float, act: Act) -> None:
-        """Schedules `act`. What is scheduled for the same time happens in the order in which it was scheduled."""
+    def at(self, time: float, act: Act, turn: int = 0) -> None:
+        """Schedules `act`. What is scheduled for the same time happens in the order of its turns, and what has the same
+        turn in the order in which it was scheduled."""
         self._order += 1
-        heappush(self._scheduled, (max(time, self.now), self._order, act))
+        heappush(self._scheduled, (max(time, self.now), turn, self._order, act))
 
     def after(self, seconds: float, act: Act) -> None:
         """Schedules `act` for `seconds` from now."""
@@ -31,6 +32,6 @@ class VirtualClock:
         while self._scheduled and self._scheduled[0][0] <= end:
             if until is not None and until():
                 return
-            self.now, _, act = heappop(self._scheduled)
+            self.now, _, _, act = heappop(self._scheduled)
             act()
         self.now = end

@@ -64,9 +64,12 @@ class ServerSteps:
     def __init__(self) -> None:
         self._rounds: dict[int, Round] = {}  # whose update is under way, by its job
 
-    def step(self, machine: ServerMachine, event: Event) -> list[Effect] | None:
+    def step(self, machine: ServerMachine, event: Event, now: float) -> list[Effect] | None:
         """What the machine does with a push that is held, or with the end of a job that made a round. None: the event
-        is for `machine.step`."""
+        is for `machine.step`, as when a heartbeat is due: it goes with the event, as without the express way, where a
+        real server waits for its timer."""
+        if machine.session.is_due(now):
+            return None
         if isinstance(event, JobDone):
             round_ = self._rounds.pop(event.job, None)
             if round_ is None or event.error is not None or not machine.fast.express.end(round_, event.result):
@@ -111,7 +114,7 @@ class ExpressSteps:
         elif isinstance(machine, ServerRouter) and isinstance(event, Received | JobDone):
             of_run = machine.machine_of(event.run)
             if of_run is not None:
-                own: Any = self._servers.setdefault(of_run, ServerSteps()).step(of_run, event)
+                own: Any = self._servers.setdefault(of_run, ServerSteps()).step(of_run, event, now)
                 effects = own and [InRun(event.run, of_run.epoch, own)]
         return machine.step(event, now) if effects is None else effects
 

@@ -201,7 +201,8 @@ class Shell:
             return
         timer.number += 1
         timer.tick_at = max(deadline, self._clock.now + 0.001)
-        self._clock.at(timer.tick_at, partial(self._tick, process, timer.number))
+        # Which of two ticks is set first depends on how each machine notes its deadlines, as with lanes and without.
+        self._clock.at(timer.tick_at, partial(self._tick, process, timer.number), turn=process.machine.incarnation)
 
     def _tick(self, process: Process, number: int) -> None:
         if process.timer.number == number:

@@ -107,9 +107,10 @@ class Harness:
                 self.attach(rank)
 
     def step(self, event: Any, now: float | None = None) -> list[Effect]:
-        effects = None if self._express is None else self._express.step(self.machine, event)
+        at = self.now if now is None else now
+        effects = None if self._express is None else self._express.step(self.machine, event, at)
         if effects is None:
-            effects = self.machine.step(event, self.now if now is None else now)
+            effects = self.machine.step(event, at)
         if self._validates:
             self.machine.validate()
         jobs = [effect for effect in effects if isinstance(effect, JOBS)]

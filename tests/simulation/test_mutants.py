@@ -333,7 +333,7 @@ PUSHY = Campaign("ledger", mishaps=Mishaps(pauses=3), faults=CALM_BUT_OUT_OF_ORD
         (small_pushes_are_taken_for_staged, NASTY_TRAINING, "undisturbed"),
         (changes_are_lost_at_parting, Campaign("list training"), "undisturbed"),
         (sources_are_not_kept, CAMPAIGNS["refusals, timeouts"], "the key holds|has an ack"),
-        (refusals_are_forgotten, CAMPAIGNS["refusals, nasty"], "has an ack"),
+        (refusals_are_forgotten, CAMPAIGNS["refusals, async"], "has an ack"),
         (counts_views_that_are_not_saved, Campaign("ledger"), "is saved, the newest is"),
         (credit_is_kept, Campaign("ledger"), "bytes are in flight"),
         (retries_are_made_once, CAMPAIGNS["ledger, nasty"], "is never sent again"),
