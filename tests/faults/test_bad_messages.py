@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 import kvd
 from kvd.node.identity import token_of
@@ -34,6 +35,7 @@ from kvd.protocol.messages import (
 from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster, engine_of
 from kvd.transport.base import joined, pieces_of
+from kvd.transport.link import Link
 from tests.core.fakes import init_of, lookup_of, publish_of
 from tests.faults.bad_input_harness import RawPeer, addresses, busy, is_alive
 
@@ -56,13 +58,15 @@ def test_strangers_do_not_push(cluster: LocalCluster, stores: list[kvd.KVStore])
                 assert raw.answers(lookup_of(9, "no such key", False)).keys == (NO_KEY,)
 
 
-def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluster, stores: list[kvd.KVStore]) -> None:
+def test_frames_that_are_recorded_and_sent_again_count_once(
+    cluster: LocalCluster, stores: list[kvd.KVStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pushes of a worker are sent again from another socket, some before the worker has its answer."""
     engine: Any = engine_of(stores[0])
     transport = engine.transport
     recorded: queue.Queue[tuple[int, bytes, bytes]] = queue.Queue()
     replayed: list[tuple[int, bytes, bytes]] = []
-    send, link_to = transport.send, transport.link_to
+    send = transport.send
     by_incarnation = {member.incarnation: member.address for member in engine.machine.view.servers()}
 
     def record(peer: Any, header: bytes, payload: Any) -> bool:
@@ -70,8 +74,8 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
             recorded.put((peer, header, bytes(joined(pieces_of(payload)))))
         return bool(send(peer, header, payload))
 
-    transport.send = record
-    transport.link_to = lambda peer: None  # so that prepared frames are sent as messages
+    monkeypatch.setattr(transport, "send", record)
+    monkeypatch.setattr(Link, "send_prepared", lambda link, frame: False)  # they are sent as messages
     replayers = {incarnation: RawPeer(address) for incarnation, address in by_incarnation.items()}
     try:
         with busy(stores):
@@ -85,7 +89,7 @@ def test_frames_that_are_recorded_and_sent_again_count_once(cluster: LocalCluste
         kinds = {type(replayers[first].answer()) for _ in range(5)}
         assert kinds & {Done, Staged, Values, Refused}
     finally:
-        transport.send, transport.link_to = send, link_to
+        monkeypatch.undo()
         for raw in replayers.values():
             raw.close()
     with busy(stores):
