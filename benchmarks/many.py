@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from benchmarks.arguments import whole_numbers
@@ -34,6 +35,8 @@ FIRST_REQUEST = 100
 AT_A_TIME = 25  # workers whose joins are on the way at once
 PATIENCE_S = 3600.0  # timeouts: the nodes of this process send no heartbeats while others join
 LONGEST_INTERVAL_S = 5.0  # between two heartbeats of a worker, with the usual worker_timeout_s of 20
+
+_decode = lru_cache(maxsize=16)(decode)  # many are told the same, one after the other
 
 
 class Cost(NamedTuple):
@@ -167,7 +170,7 @@ class Crowd:
         while self._transport.sent:
             peer, header = self._transport.sent.popleft()
             assert isinstance(peer, CallerPeer)
-            decoded = decode(header)
+            decoded = _decode(header)
             session = self._sessions[peer]
             if isinstance(decoded.message, Done) and decoded.message.request >= FIRST_REQUEST:
                 self.answered.add(peer)

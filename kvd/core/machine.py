@@ -533,6 +533,13 @@ class Persist(NamedTuple):
     record: Mapping[str, object]
 
 
+class Unsaved(NamedTuple):
+    """What one machine of a scheduler records has changed: it belongs into the next Persist. Once that is saved, the
+    machine is told Persisted(token)."""
+
+    token: int
+
+
 class Row(NamedTuple):
     """A range to copy."""
 
@@ -606,7 +613,7 @@ Job: TypeAlias = (
     Create | Apply | ReadRows | ListRows | ReadPart | KeepRows | ReadStored | LoadRows | Export | Checksums | Load | Run
 )
 Local: TypeAlias = Copy | Scatter | Census | Complete | Halt | Stop | DropRun | LogEntry
-OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Local
+OfOneRun: TypeAlias = Send | Connect | Disconnect | Job | ResetState | ForgetState | Persist | Unsaved | Local
 
 
 class InRun(NamedTuple):

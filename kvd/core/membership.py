@@ -130,13 +130,22 @@ class ViewState:
             partitions = dict(enumerate(self.partitions))
             partitions.update({number: entry for number, entry in change.partitions if number in partitions})
             self.partitions = tuple(partitions.values())
-        members = dict(self.members)
-        for place in change.left:
-            members.pop((place.role, place.rank), None)
-        members.update({(member.role, member.rank): member for member in change.members})
-        self.members = members
-        self._by_incarnation = {member.incarnation: member for member in members.values()}
+        self._change_members(change)
         return True
+
+    def _change_members(self, change: ViewChange) -> None:
+        """Of thousands of members, a change names few. Whoever has the earlier members keeps them as they were."""
+        members, by_incarnation = dict(self.members), self._by_incarnation
+        named = {(member.role, member.rank): member for member in change.members}
+        for place in (*change.left, *named):
+            before = members.get((place[0], place[1]))
+            if before is not None:
+                by_incarnation.pop(before.incarnation, None)
+        for left in change.left:
+            members.pop((left.role, left.rank), None)
+        members.update(named)
+        by_incarnation.update({member.incarnation: member for member in change.members})
+        self.members = members
 
     def _put_together(self, epoch: Epoch, page: View) -> View | None:
         """The view, if this was the last of its messages to come. Of two views, only the newer one is waited for."""

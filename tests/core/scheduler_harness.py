@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.core.machine import Effect, PeerLost, Persist, Persisted, Received, ServerPeer, Tick
+from kvd.core.machine import Effect, PeerLost, Persisted, Received, ServerPeer, Tick, Unsaved
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.protocol.messages import Epoch, Heartbeat, Join, Settings
 from tests.core.fakes import OPEN, cluster, of, one, said, worker_id
@@ -35,11 +35,11 @@ class Harness:
     def step(self, event: Any) -> list[Effect]:
         effects = self.machine.step(event, self.now)
         self.machine.validate()
-        for persist in of(Persist, effects):
-            self.disk = persist.record
-            self._token = persist.token
+        for unsaved in of(Unsaved, effects):
+            self.disk = self.machine.record()
+            self._token = unsaved.token
             if not self.hold:
-                effects = effects + self.machine.step(Persisted(persist.token), self.now)
+                effects = effects + self.machine.step(Persisted(unsaved.token), self.now)
                 self.machine.validate()
         return self._views.whole(effects)
 

@@ -16,13 +16,13 @@ from kvd.core.machine import (
     Create,
     JobDone,
     LocalCall,
-    Persist,
     Persisted,
     Received,
     Run,
     Send,
     ServerPeer,
     Tick,
+    Unsaved,
 )
 from kvd.core.requests import Item
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
@@ -97,7 +97,7 @@ class Cluster:
             self.queue.append((who, JobDone(effect.job, summed)))
         elif isinstance(effect, Run):
             self.queue.append((who, JobDone(effect.job, read(effect.body) if effect.body.nbytes else b"")))
-        elif isinstance(effect, Persist):
+        elif isinstance(effect, Unsaved):
             self.queue.append((who, Persisted(effect.token)))
         elif isinstance(effect, Copy):
             for target, start, source in copies([effect]):

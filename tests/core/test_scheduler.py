@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import CallerPeer, InvalidFrame, LogEntry, PeerLost, Persist, Persisted, Send, Tick
+from kvd.core.machine import CallerPeer, InvalidFrame, LogEntry, PeerLost, Persisted, Send, Tick, Unsaved
 from kvd.core.scheduler import machine
 from kvd.protocol.messages import (
     BIGGEST,
@@ -71,7 +71,7 @@ def test_a_join_is_not_announced_before_it_is_persisted() -> None:
     harness.hold = True
     effects = harness.worker(0)
     assert said(effects) == []
-    token = one(of(Persist, effects)).token
+    token = one(of(Unsaved, effects)).token
     assert harness.machine.epoch == (1, 0)
     assert [type(message) for message in said(harness.step(Persisted(token)))] == [Welcome, View]
     assert harness.machine.epoch == (1, token)
@@ -81,8 +81,8 @@ def test_a_join_is_not_announced_before_it_is_persisted() -> None:
 def test_of_two_unsaved_changes_the_view_announced_is_the_saved_one() -> None:
     harness = Harness()
     harness.hold = True
-    first = one(of(Persist, harness.worker(0))).token
-    second = one(of(Persist, harness.worker(1))).token
+    first = one(of(Unsaved, harness.worker(0))).token
+    second = one(of(Unsaved, harness.worker(1))).token
     harness.step(Persisted(first))
     assert harness.machine.epoch == (1, first)
     (view,) = [
@@ -97,8 +97,8 @@ def test_of_two_unsaved_changes_the_view_announced_is_the_saved_one() -> None:
 def test_records_saved_out_of_order_never_bring_back_an_older_view() -> None:
     harness = Harness()
     harness.hold = True
-    first = one(of(Persist, harness.worker(0))).token
-    second = one(of(Persist, harness.worker(1))).token
+    first = one(of(Unsaved, harness.worker(0))).token
+    second = one(of(Unsaved, harness.worker(1))).token
     effects = harness.step(Persisted(second))
     assert len([message for message in said(effects) if isinstance(message, Welcome)]) == 2
     assert harness.step(Persisted(first)) == []
@@ -110,7 +110,7 @@ def test_a_repeated_join_is_answered_again_and_changes_nothing() -> None:
     harness.worker(0)
     effects = harness.worker(0)
     assert [type(message) for message in said(effects)] == [Welcome, View]
-    assert of(Persist, effects) == []
+    assert of(Unsaved, effects) == []
 
 
 def test_a_node_gets_the_rank_it_asks_for_if_that_is_free() -> None:
@@ -227,7 +227,7 @@ def test_a_leave_is_answered_when_the_view_says_so() -> None:
     harness.hold = True
     effects = harness.say(worker_id(0), Leave(9, Departure.DONE))
     assert said(effects) == []
-    assert Done(9) in said(harness.step(Persisted(one(of(Persist, effects)).token)))
+    assert Done(9) in said(harness.step(Persisted(one(of(Unsaved, effects)).token)))
     assert harness.states() == {"worker 0": "done"}
     harness.hold = False
     assert said(harness.say(worker_id(0), Leave(10, Departure.LEFT)))[-1] == Done(10)
@@ -282,7 +282,7 @@ def test_a_replaced_node_can_change_nothing(message: Any) -> None:
     harness.worker(0, life=1)
     effects = harness.say(worker_id(0), message)
     assert answer(effects, Refused).error is ErrorCode.REPLACED
-    assert of(Persist, effects) == []
+    assert of(Unsaved, effects) == []
     restarted = Harness(saved=harness.disk, generation=2)
     assert answer(restarted.say(worker_id(0), message), Refused).error is ErrorCode.REPLACED
     assert answer(restarted.beat(0, life=1), HeartbeatAck) is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import LogEntry, PeerLost, Persist, Persisted, Send, ServerPeer, Tick
+from kvd.core.machine import LogEntry, PeerLost, Persisted, Send, ServerPeer, Tick, Unsaved
 from kvd.protocol.messages import Departure, Done, Enter, ErrorCode, Leave, NodeName, Refused, View
 from tests.core.fakes import of, one, said, server_id, worker_id
 from tests.core.scheduler_harness import BARE, Harness
@@ -96,7 +96,7 @@ def test_a_death_is_not_announced_before_it_is_persisted() -> None:
     effects = harness.kill(worker_id(1))
     told = [message for message in said(effects) if isinstance(message, View)]
     assert all(member.state == "active" for view in told for member in view.members)
-    token = one(of(Persist, effects)).token
+    token = one(of(Unsaved, effects)).token
     assert {send.peer for send in of(Send, harness.step(Persisted(token)))} == {worker_id(0), worker_id(1)}
 
 
@@ -166,9 +166,9 @@ def test_a_release_is_persisted_before_it_is_answered_and_outlives_the_scheduler
     effects = harness.say(worker_id(1), Enter(22, "b", 0))
     assert said(effects) == []
     assert enter(harness, 0, 11) == []  # asked again in between: not yet
-    again = Harness(saved=one(of(Persist, effects)).record, generation=2)
+    again = Harness(saved=harness.machine.record(), generation=2)
     assert enter(again, 0, 11) == [Send(ServerPeer(worker_id(0)), Done(11))]
-    told = said(harness.step(Persisted(one(of(Persist, effects)).token)))
+    told = said(harness.step(Persisted(one(of(Unsaved, effects)).token)))
     assert told.count(Done(11)) >= 1
     assert told.count(Done(22)) == 1
 

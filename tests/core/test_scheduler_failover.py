@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import LogEntry, Persist, Persisted, Tick
+from kvd.core.machine import LogEntry, Persisted, Tick, Unsaved
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.protocol.messages import (
     Departure,
@@ -52,7 +52,7 @@ def test_a_death_is_followed_by_a_promotion_in_the_same_view_once_it_is_saved() 
     effects = run.dies(0)
     assert [message for message in said(effects) if isinstance(message, View)] == []
     assert run.rows() == [(0, 1, -1), (1, 0, -1)]
-    effects = run.step(Persisted(one(of(Persist, effects)).token))
+    effects = run.step(Persisted(one(of(Unsaved, effects)).token))
     view = next(message for message in said(effects, B) if isinstance(message, View))
     assert [tuple(row) for row in view.partitions] == [(1, -1, -1, A, -1), (1, -1, -1, B, -1)]
     assert view.members[0].state == "dead"
@@ -128,7 +128,7 @@ def test_synced_is_answered_once_the_view_that_says_so_is_saved() -> None:
     run.hold = True
     effects = run.synced(0, (1, 0), (0, 1))
     assert said(effects) == []
-    effects = run.step(Persisted(of(Persist, effects)[-1].token))
+    effects = run.step(Persisted(of(Unsaved, effects)[-1].token))
     assert [type(message) for message in said(effects, B)] == [View, Done]
 
 
@@ -148,7 +148,7 @@ def test_a_backup_that_is_out_of_sync_is_named_no_more_once_that_is_saved() -> N
     effects = run.say(B, OutOfSync(31, 0, B), view=run.epoch(B))
     assert said(effects) == []
     run.hold = False
-    effects = run.step(Persisted(of(Persist, effects)[-1].token))
+    effects = run.step(Persisted(of(Unsaved, effects)[-1].token))
     assert [type(message) for message in said(effects, B)] == [View, Done]
     assert run.rows() == [(0, -1, -1), (1, 0, -1)]
     run.dies(0)

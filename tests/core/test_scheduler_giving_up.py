@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.machine import Effect, Persist, Persisted, Tick
+from kvd.core.machine import Effect, Persisted, Tick, Unsaved
 from kvd.protocol.messages import Departure, Done, ErrorCode, Leave, NotYet, NotYetReason, Refused, Welcome
 from tests.core.fakes import of, one, said, worker_id
 from tests.core.scheduler_harness import Harness, answer
@@ -20,7 +20,7 @@ def test_the_place_of_one_that_gave_up_is_free_again() -> None:
     harness.hold = True
     effects = withdraw(harness, 0)
     assert said(effects) == []
-    assert Done(9) in said(harness.step(Persisted(one(of(Persist, effects)).token)))
+    assert Done(9) in said(harness.step(Persisted(one(of(Unsaved, effects)).token)))
     harness.hold = False
     assert harness.states() == {}
     assert "worker 0" in harness.machine.explain(0.0)["missing"]  # type: ignore[operator]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import LogEntry, Persist, Persisted, Send, Tick
+from kvd.core.machine import LogEntry, Persisted, Send, Tick, Unsaved
 from kvd.core.scheduler.lateness import LOG_INTERVAL_S
 from kvd.core.scheduler.views import TOLD_AT_ONCE
 from kvd.protocol.messages import (
@@ -78,8 +78,8 @@ def test_the_server_is_answered_when_the_view_is_saved() -> None:
     harness.hold = True
     effects = late(harness, 2)
     assert not said(effects)
-    (persist,) = of(Persist, effects)
-    assert [type(message) for message in said(harness.step(Persisted(persist.token)), SERVER)] == [View, Done]
+    (unsaved,) = of(Unsaved, effects)
+    assert [type(message) for message in said(harness.step(Persisted(unsaved.token)), SERVER)] == [View, Done]
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (0, 1, 2)])
@@ -88,7 +88,7 @@ def test_a_quorum_stays(ranks: tuple[int, ...]) -> None:
     effects = late(harness, *ranks)
     assert states(harness) == "active active active"
     assert isinstance(answer(effects, Done), Done)
-    assert not of(Persist, effects)
+    assert not of(Unsaved, effects)
 
 
 def test_of_two_servers_that_find_different_workers_late_the_first_decides() -> None:

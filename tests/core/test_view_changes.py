@@ -88,6 +88,7 @@ def test_who_knows_any_earlier_view_knows_the_newest_with_what_it_is_told(seed: 
     newest = view(CLUSTER, [member("server", 0), member("server", 1)])
     history = ViewHistory(newest, 3)
     nodes: list[ViewState] = [ViewState() for _ in range(6)]
+    ever: set[int] = set()
     for change in range(3, 90):
         if change > 3:
             newest = altered(rng, newest)
@@ -99,6 +100,9 @@ def test_who_knows_any_earlier_view_knows_the_newest_with_what_it_is_told(seed: 
                 expected = known(newest if to_servers else public_view(newest))
                 partitions = newest.partitions or node.partitions  # a view without them does not take them back
                 assert shown(node) == (*expected[:3], partitions, expected[4])
+                there = {who.incarnation: who for who in node.members.values()}
+                ever.update(there)
+                assert {number: node.by_incarnation(number) for number in ever} == dict.fromkeys(ever) | there
 
 
 def test_a_change_may_begin_before_the_view_that_is_known_and_may_come_late_or_twice() -> None:

@@ -19,7 +19,8 @@ The way of a death:
 3. `deaths.py:Deaths._declare_dead` changes the state by `roster.py:Roster.transition`.
 4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
    `barriers.py:Barriers.settle`, and lets others lead what a dead server led, in `partitions.py:Partitions.follow`;
-   `views.py:Views.change` takes the new view and withholds their answers; a Persist goes out.
+   `views.py:Views.change` takes the new view and withholds their answers; an
+   Unsaved goes out, and `router.py:SchedulerRouter` makes one Persist of those of all runs.
 5. On Persisted, `views.py:Views.saved` sends the view to all members, then the answers.
 
 The way of a join:
@@ -39,7 +40,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persist, Persisted, Received, Send
+from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persisted, Received, Send, Unsaved
 from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
 from kvd.core.scheduler.agreement import Agreement, SchedulerSettings
@@ -551,7 +552,7 @@ class SchedulerMachine:
             answers += barrier.answers()
         is_new = self._partitions.awaits(self._views.next_epoch)
         token = self._views.change(self._view(), answers, is_new=is_new)
-        self._out.append(Persist(token, self.record()))
+        self._out.append(Unsaved(token))
 
     def _listeners(self) -> list[Listener]:
         """The nodes that are told of views."""

@@ -271,7 +271,7 @@ class Roster:
 
     def is_complete(self) -> bool:
         """Whether each rank that the job needs has been taken at least once."""
-        return not self.missing()
+        return all((role, rank) in self._seats for role, size in self._needed.items() for rank in range(size))
 
     def has_all_workers(self) -> bool:
         """Whether each rank of a worker that the job needs has been taken at least once."""

@@ -12,7 +12,7 @@ The way of a run:
 4. `SchedulerRouter._give_up` forgets its machine: on request, or when too many runs that are over are kept. Servers
    see in the view that it is gone.
 
-All records are saved as one: `SchedulerRouter._flush` puts the Persists of one step together.
+All records are saved as one: `SchedulerRouter._flush` puts the changes of one step into one Persist.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvd.core.machine import (
     InRun,
     LogEntry,
     OfOneRun,
-    Persist,
     Persisted,
     PersistFailed,
     Received,
     Send,
     Stop,
+    Unsaved,
 )
 from kvd.core.pseudonyms import pseudonym
 from kvd.core.scheduler.agreement import malformation, size_problem
@@ -372,7 +372,7 @@ class SchedulerRouter:
         slot = self._runs.find(run)
         for effect in effects:
             assert not isinstance(effect, InRun)
-            if isinstance(effect, Persist):
+            if isinstance(effect, Unsaved):
                 self._saving.changed(run, effect.token)
             elif isinstance(effect, LogEntry) and slot is not None:
                 own.append(effect._replace(fields={**effect.fields, "job": slot.job}))
