@@ -240,7 +240,8 @@ def test_a_server_dies_and_the_snapshot_is_of_its_backup(tmp_path: Path) -> None
         saved = observer.save(path)
         training.is_over.set()
     assert first.steps < saved.steps
-    values = {key.key: StoredSnapshot.open(path).value(key) for key in StoredSnapshot.open(path).manifest.keys}
+    found = StoredSnapshot.open(path)
+    keys = {key.key: key for key in found.manifest.keys}
 
     def undisturbed(kv: kvd.KVStore) -> list[bytes]:
         kv.init([*KEYS, "table"], [*[np.full(shape, 0.5, np.float32) for shape in SHAPES], table()])
@@ -248,7 +249,11 @@ def test_a_server_dies_and_the_snapshot_is_of_its_backup(tmp_path: Path) -> None
         return training.make(kv, saved.steps)
 
     with LocalCluster(2, 1) as cluster:
-        assert cluster.run(undisturbed)[0] == [values[str(key)].tobytes() for key in KEYS]
+        *values, rows = cluster.run(undisturbed)[0]
+    assert values == [found.value(keys[str(key)]).tobytes() for key in KEYS]
+    stored = found.rows(keys["table"])
+    assert stored.ids.tolist() == list(range(50))
+    assert stored.rows.tobytes() == rows
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ IN_TRAINING: Final = [
 ]
 """Points to which both servers come while the workers train."""
 AT_A_WORKERS_RETURN: Final = [
-    *[point(moment, "View") for moment in (Moment.TOLD, Moment.DECIDED)],
-    *[point(moment, "View") for moment in (Moment.SENDS, Moment.SENT)],
+    *[point(moment, "ViewChange") for moment in (Moment.TOLD, Moment.DECIDED)],
+    *[point(moment, "ViewChange") for moment in (Moment.SENDS, Moment.SENT)],
     *[point(moment, "record") for moment in (Moment.SAVES, Moment.SAVED)],
     *[point(moment, "Join") for moment in (Moment.TOLD, Moment.DECIDED)],
 ]
