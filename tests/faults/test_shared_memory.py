@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def await_line(worker: subprocess.Popen[bytes], wanted: str, times: int = 1) -> 
     while times:
         line = worker.stdout.readline().decode()
         assert line, f"it ended after {said[-20:]}"
+        assert wanted == "done" or line != "done\n", f"it has made all steps: {said[-20:]}"
         said.append(line)
         times -= line.startswith(wanted)
 
@@ -167,11 +169,11 @@ def none_holds(inodes: set[int], pids: Iterable[int]) -> bool:
     return all(inodes.isdisjoint(held(pid)) for pid in pids)
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> str:
+@cache
+def undisturbed(steps: int = STEPS) -> str:
     """The digest of a training in which nothing happens, without shared memory."""
     with job(2, 2, path="tcp") as calm:
-        one, other = calm.end(calm.begin(0), calm.begin(1))
+        one, other = calm.end(calm.begin(0, steps), calm.begin(1, steps))
     assert one["digest"] == other["digest"]
     assert [path.partition(":")[0] for path in one["paths"]] == ["zmq"]
     return str(one["digest"])
@@ -180,10 +182,11 @@ def undisturbed() -> str:
 # ── deaths ──
 
 
-def kill_workers(seed: int, kills: int, undisturbed: str) -> None:
+def kill_workers(seed: int, kills: int, steps: int) -> None:
+    expected = undisturbed(steps)
     rng = random.Random(seed)
     with job(2, 2) as disturbed:
-        steady, victim = disturbed.begin(0), disturbed.begin(1)
+        steady, victim = disturbed.begin(0, steps), disturbed.begin(1, steps)
         survivors = [steady.pid, *disturbed.server_pids]
         sockets: dict[int, int] = {}
         for _ in range(kills):
@@ -193,7 +196,7 @@ def kill_workers(seed: int, kills: int, undisturbed: str) -> None:
             assert all(memory & held(pid) for pid in disturbed.server_pids)
             time.sleep(rng.uniform(0, LONGEST_STEP_S))
             kill(victim)
-            victim = disturbed.begin(1)
+            victim = disturbed.begin(1, steps)
             await_line(victim, "step")
             wait_until(lambda memory=memory: none_holds(memory, survivors), "the memory of the dead is freed")  # type: ignore[misc]
             sockets = sockets or {pid: descriptors(pid)[1] for pid in survivors}
@@ -201,21 +204,21 @@ def kill_workers(seed: int, kills: int, undisturbed: str) -> None:
         await_line(steady, "done")
         wait_until(lambda: all(descriptors(pid)[1] <= sockets[pid] for pid in survivors), "no descriptor is left")
         results = disturbed.end(steady, victim)
-        assert [result["digest"] for result in results] == [undisturbed] * 2
+        assert [result["digest"] for result in results] == [expected] * 2
         assert [result["paths"] for result in results] == [["shared memory"]] * 2
         servers = disturbed.server_pids
         wait_until(lambda: all(held(pid) == owned(pid) for pid in servers), "the servers have only their own memory")
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_worker_is_killed_while_servers_read_its_memory(seed: int, undisturbed: str) -> None:
-    kill_workers(seed, kills=3, undisturbed=undisturbed)
+def test_a_worker_is_killed_while_servers_read_its_memory(seed: int) -> None:
+    kill_workers(seed, kills=3, steps=STEPS)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_workers_are_killed_again_and_again(seed: int, undisturbed: str) -> None:
-    kill_workers(seed, kills=5, undisturbed=undisturbed)
+def test_workers_are_killed_again_and_again(seed: int) -> None:
+    kill_workers(seed, kills=5, steps=2 * STEPS)
 
 
 def kill_a_server(seed: int) -> None:
@@ -253,7 +256,7 @@ def test_servers_are_killed_at_many_moments(seed: int) -> None:
 
 
 @pytest.mark.parametrize("who", ["worker", "server"])
-def test_a_stopped_process_changes_nothing(who: str, undisturbed: str) -> None:
+def test_a_stopped_process_changes_nothing(who: str) -> None:
     rng = random.Random(1)
     with job(2, 2) as disturbed:
         workers = [disturbed.begin(number) for number in range(2)]
@@ -265,7 +268,7 @@ def test_a_stopped_process_changes_nothing(who: str, undisturbed: str) -> None:
             time.sleep(0.7)
             os.kill(pid, signal.SIGCONT)
         results = disturbed.end(*workers)
-        assert results == [{"digest": undisturbed, "paths": ["shared memory"]}] * 2
+        assert results == [{"digest": undisturbed(), "paths": ["shared memory"]}] * 2
 
 
 # ── systems that cannot share memory ──
@@ -333,16 +336,14 @@ WITHOUT_SPACE = "unix socket: no shared memory: File too large"
         pytest.param(FULL_DEV_SHM, FULL_DEV_SHM, SHARED, SHARED, id="full /dev/shm", marks=needs_namespaces),
     ],
 )
-def test_what_cannot_be_shared_goes_through_the_socket(
-    server: str, worker: str, path: str, answers: str, undisturbed: str
-) -> None:
-    assert train(server, worker) == ({undisturbed}, {path}, {answers})
+def test_what_cannot_be_shared_goes_through_the_socket(server: str, worker: str, path: str, answers: str) -> None:
+    assert train(server, worker) == ({undisturbed()}, {path}, {answers})
 
 
 @needs_namespaces
-def test_a_worker_in_another_network_namespace_goes_over_zmq(undisturbed: str) -> None:
+def test_a_worker_in_another_network_namespace_goes_over_zmq() -> None:
     digests, paths, _ = train("", OWN_NETWORK, path="ipc", shared_memory="auto")
-    assert digests == {undisturbed}
+    assert digests == {undisturbed()}
     (path,) = paths
     assert path.startswith("zmq: no link at this host")
     assert "in another network namespace" in path
