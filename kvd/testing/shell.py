@@ -200,7 +200,8 @@ class Shell:
         if timer.tick_at is not None and timer.tick_at <= deadline:
             return
         timer.number += 1
-        timer.tick_at = max(deadline, self._clock.now + 0.001)
+        now = self._clock.now
+        timer.tick_at = deadline if deadline > now else now + 0.001
         # Which of two ticks is set first depends on how each machine notes its deadlines, as with lanes and without.
         self._clock.at(timer.tick_at, partial(self._tick, process, timer.number), turn=process.machine.incarnation)
 

@@ -204,7 +204,8 @@ class World:
         suspension.active = False
         suspension.ended_at = self.clock.now
         backlog, suspension.backlog = suspension.backlog, []
-        for event in backlog:
+        # As a loop does, which looks at its timers behind what has arrived; a deadline that is over may have set one.
+        for event in sorted(backlog, key=lambda event: isinstance(event, Tick)):
             self._shell.feed(process, event)
 
     def submit(self, process: Process, request: Request) -> PendingCall:
