@@ -534,8 +534,8 @@ class Persist(NamedTuple):
 
 
 class Unsaved(NamedTuple):
-    """What one machine of a scheduler records has changed: it belongs into the next Persist. Once that is saved, the
-    machine is told Persisted(token)."""
+    """What one machine of a scheduler records has changed: the next Persist has it. Once that is saved, the machine
+    is told Persisted(token)."""
 
     token: int
 

@@ -137,12 +137,13 @@ class ViewState:
         """Of thousands of members, a change names few. Whoever has the earlier members keeps them as they were."""
         members, by_incarnation = dict(self.members), self._by_incarnation
         named = {(member.role, member.rank): member for member in change.members}
-        for place in (*change.left, *named):
-            before = members.get((place[0], place[1]))
+        left = [(place.role, place.rank) for place in change.left]
+        for place in (*left, *named):
+            before = members.get(place)
             if before is not None:
                 by_incarnation.pop(before.incarnation, None)
-        for left in change.left:
-            members.pop((left.role, left.rank), None)
+        for place in left:
+            members.pop(place, None)
         members.update(named)
         by_incarnation.update({member.incarnation: member for member in change.members})
         self.members = members

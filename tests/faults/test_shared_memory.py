@@ -170,7 +170,7 @@ def none_holds(inodes: set[int], pids: Iterable[int]) -> bool:
 
 
 @cache
-def undisturbed(steps: int = STEPS) -> str:
+def undisturbed(steps: int) -> str:
     """The digest of a training in which nothing happens, without shared memory."""
     with job(2, 2, path="tcp") as calm:
         one, other = calm.end(calm.begin(0, steps), calm.begin(1, steps))
@@ -268,7 +268,7 @@ def test_a_stopped_process_changes_nothing(who: str) -> None:
             time.sleep(0.7)
             os.kill(pid, signal.SIGCONT)
         results = disturbed.end(*workers)
-        assert results == [{"digest": undisturbed(), "paths": ["shared memory"]}] * 2
+        assert results == [{"digest": undisturbed(STEPS), "paths": ["shared memory"]}] * 2
 
 
 # ── systems that cannot share memory ──
@@ -337,13 +337,13 @@ WITHOUT_SPACE = "unix socket: no shared memory: File too large"
     ],
 )
 def test_what_cannot_be_shared_goes_through_the_socket(server: str, worker: str, path: str, answers: str) -> None:
-    assert train(server, worker) == ({undisturbed()}, {path}, {answers})
+    assert train(server, worker) == ({undisturbed(STEPS)}, {path}, {answers})
 
 
 @needs_namespaces
 def test_a_worker_in_another_network_namespace_goes_over_zmq() -> None:
     digests, paths, _ = train("", OWN_NETWORK, path="ipc", shared_memory="auto")
-    assert digests == {undisturbed()}
+    assert digests == {undisturbed(STEPS)}
     (path,) = paths
     assert path.startswith("zmq: no link at this host")
     assert "in another network namespace" in path

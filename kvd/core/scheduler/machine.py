@@ -19,8 +19,8 @@ The way of a death:
 3. `deaths.py:Deaths._declare_dead` changes the state by `roster.py:Roster.transition`.
 4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
    `barriers.py:Barriers.settle`, and lets others lead what a dead server led, in `partitions.py:Partitions.follow`;
-   `views.py:Views.change` takes the new view and withholds their answers; an
-   Unsaved goes out, and `router.py:SchedulerRouter` makes one Persist of those of all runs.
+   `views.py:Views.change` takes the new view and withholds their answers. An Unsaved goes
+   out, and `router.py:SchedulerRouter._flush` makes one Persist of those of all runs.
 5. On Persisted, `views.py:Views.saved` sends the view to all members, then the answers.
 
 The way of a join:

@@ -51,7 +51,7 @@ _BARRIERS = check_for(Annotated[tuple[tuple[Key, Number, _TOLD, Text, Text], ...
 _STEPS = Annotated[tuple[Annotated[int, Limit(NOT_KNOWN, MOST_COUNTED)], ...], Limit(0, MAX_POINTS)]
 _POINTS = check_for(Annotated[tuple[tuple[Key, _STEPS, _TOLD], ...], Limit(0, MAX_POINTS)])  # see Points.record
 _LATEST = check_for(Annotated[tuple[Incarnation, ...], Limit(0, MAX_MEMBERS)])
-_STATE = Member._fields.index("state")
+_STATE = Member._fields.index("state")  # a record has its value
 _WITHOUT_NOTES = 3  # fields of a barrier in the record of an earlier kvd
 
 Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.partitions.Partitions.saved

@@ -8,7 +8,7 @@ Over 400 lines because the table of states and all that is derived from the stat
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -235,12 +235,7 @@ class Roster:
 
     def missing(self) -> list[str]:
         """The names of places that nobody has taken yet, and without which the job does not begin."""
-        return [
-            name_of(role, rank)
-            for role, size in self._needed.items()
-            for rank in range(size)
-            if (role, rank) not in self._seats
-        ]
+        return [name_of(role, rank) for role, rank in self._untaken()]
 
     def may_lose(self, seat: Seat) -> bool:
         """Whether the rounds can go on without this worker: a quorum takes part, or, if they shrink, another one pushes
@@ -271,7 +266,7 @@ class Roster:
 
     def is_complete(self) -> bool:
         """Whether each rank that the job needs has been taken at least once."""
-        return all((role, rank) in self._seats for role, size in self._needed.items() for rank in range(size))
+        return next(self._untaken(), None) is None
 
     def has_all_workers(self) -> bool:
         """Whether each rank of a worker that the job needs has been taken at least once."""
@@ -468,6 +463,11 @@ class Roster:
         known, self._ranks = self._ranks, {}
         assert known.get("barrier", self.barrier_ranks()) == self.barrier_ranks(), "stale ranks at barriers"
         assert known.get("dead", self.dead_ranks()) == self.dead_ranks(), "stale ranks of the dead"
+
+    def _untaken(self) -> Iterator[tuple[str, int]]:
+        """The places that the job needs and nobody has taken yet."""
+        places = ((role, rank) for role, size in self._needed.items() for rank in range(size))
+        return (place for place in places if place not in self._seats)
 
     def _holders(self, role: str) -> dict[int, Member]:
         return {seat.member.rank: seat.member for seat in self._seats.values() if seat.member.role == role}
