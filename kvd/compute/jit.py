@@ -1,8 +1,5 @@
 """The loops that numba compiles: merge, update and write-out of one element after the other, in one pass over memory.
 
-Over 400 lines because numba's cache on disk notices changes of the file that defines a loop, and of no other file: the
-loops and the functions that they inline belong together.
-
 This module, `jit_codecs`, `jit_ids` and `jit_prefetch` are all that import numba, and only
 :mod:`kvd.compute.compiled` imports them, when a loop is worth its compilation. The formulas stand in
 :mod:`kvd.optimizer.rules`; the order of the roundings is that of :mod:`kvd.compute.kernels` and
@@ -27,6 +24,9 @@ kept                shape (n,), in the compute dtype: receives the merged gradie
 
 float16 comes as its bits in int16, bfloat16 as its bits in uint16: numba knows neither. For an update, the source may
 also be float32 where the target is a half: the sum of more than two contributions.
+
+A loop and the functions that it inlines share one file: numba's cache on disk only notices changes of the file that
+defines the loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The interface between the machines and their shell: events in, effects out.
 
-Over 400 lines because all events and effects are listed here, and nowhere else.
-
 A machine is a deterministic function of its events: the same state and the same event give the same effects. The shell
 (`kvd.node.driver`, or the simulator) carries out the effects and reports their results as events.
 """

@@ -1,7 +1,4 @@
-"""What a program can ask of its worker machine (`LocalCall.request`), and the result of each call.
-
-Over 400 lines because all requests are listed here, and nowhere else.
-"""
+"""What a program can ask of its worker machine (`LocalCall.request`), and the result of each call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Every message of the protocol. `kvd.protocol.codec` turns messages into bytes and back, and checks their limits.
 
-Over 400 lines because every message stands on one page: what kvd says can be read here from top to bottom.
-
 Before the fields of its message, a header carries the protocol version, the kind of the message, the sender's
 incarnation, the epoch of the newest view that the sender knows, and the run to which view and message belong. Values
 travel in a payload frame of their own: the bytes of the parts, in order, each starting at a multiple of 8.

@@ -1,7 +1,5 @@
 """One connection to another process: frames over a Unix socket, large payloads by reference; or all over TCP.
 
-Over 400 lines because both directions share the leases and the ways in which a link ends.
-
 A payload sent by reference is leased: its buffers must not change until the other end has dropped the payload. That end
 releases it with its next frame, or with a RELEASE when much has piled up or some time has passed. If the other end is
 gone and nothing there refers to its payloads, the stream ends, and all leases with it.

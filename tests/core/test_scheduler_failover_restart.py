@@ -1,7 +1,4 @@
-"""The scheduler of a run with two replicas is restarted: with its record, with an old one, or without.
-
-Over 400 lines because each case is tried with the same small cluster.
-"""
+"""The scheduler of a run with two replicas is restarted: with its record, with an old one, or without."""
 
 from __future__ import annotations
 

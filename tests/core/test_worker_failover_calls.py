@@ -1,7 +1,4 @@
-"""The worker when a server dies that has a backup: keys, clocks, optimizers, commands, joining, readers.
-
-Over 400 lines because each kind of call has its own way through a failover.
-"""
+"""The worker when a server dies that has a backup: keys, clocks, optimizers, commands, joining, readers."""
 
 from __future__ import annotations
 

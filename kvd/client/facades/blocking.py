@@ -1,7 +1,4 @@
-"""The blocking façade: `kvd.KVStore`.
-
-Over 400 lines because every method of a store stands on one page, with what it promises.
-"""
+"""The blocking façade: `kvd.KVStore`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """One run in the scheduler: membership, deaths and barriers. Pushes and pulls do not need it.
 
-Over 400 lines because everything that changes a run passes through here: each message, each death, each publication.
-
 `router` has one of these machines per run, and one for the cluster, in which only servers have seats.
 
 This file is the dispatch table, and turns what its parts find into effects. `roster` has the seats and the states of

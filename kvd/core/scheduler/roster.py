@@ -1,8 +1,6 @@
 """The roster: which process holds which rank, and the state of each member.
 
 A member's state changes only in `Roster.transition`, along TRANSITIONS.
-
-Over 400 lines because the table of states and all that is derived from the states of the members stand on one page.
 """
 
 from __future__ import annotations

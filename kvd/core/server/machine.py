@@ -1,7 +1,5 @@
 """One run in a server: it leads slices, merges what the workers push, and serves what is committed.
 
-Over 400 lines because all parts are put together here, and the table of messages stands on one page.
-
 The machine is its table of messages and the parts that it owns; `push` tells the life of a push, `pull` that of a pull.
 A worker's death arrives as a view: `_view_changed` detaches replaced workers (`attachments`), takes over who takes part
 (`participants`), fails the look-ups that wait for worker 0 (`key_requests`), lets rounds close that no longer wait for

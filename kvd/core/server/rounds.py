@@ -1,7 +1,5 @@
 """The rounds of one slice, or of several that are fused.
 
-Over 400 lines because all that decides whether a round closes, and what is in it, stands in one class.
-
 Contributions are staged, counted when their round closes, and committed when every in-sync replica holds the record
 (`kvd.core.server.progress` has these numbers per worker). A slice's state is the fold of its records; its version is
 the number of committed records since its init. Rounds close in order and one at a time, so at most one update of a

@@ -1,7 +1,5 @@
 """The machine of a worker or an observer: its parts, and the tables of what each call and each answer goes to.
 
-Over 400 lines because all parts are put together here.
-
 The way of a push or pull:
 
 1. `WorkerMachine.step` takes the program's call; `CallBook.accept` (calls.py) enters it with its deadline.

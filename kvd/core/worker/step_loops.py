@@ -1,7 +1,5 @@
 """The loops over steps of one program: where it is in them, where a restarted one goes on, and what each step pushes.
 
-Over 400 lines because the rules of loops, snapshots, points and successors are rules about the same few numbers.
-
 `begin` opens a loop and says with which step it goes on, `enter` begins a step, `leave` checks that it is complete, and
 `end` closes the loop; `end` alone gives it up, with its step as far as that has come. Every push and broadcast is
 announced before it is made (`take_pushes`, `take_broadcasts`).
