@@ -60,7 +60,7 @@ def test_a_scheduler_without_descriptors_saves_its_record(cluster: LocalCluster,
     with strangers_at(scheduler):
         cluster.kill_server(1)
         wait_until(lambda: sorted(states()) == ["active", "dead"], "the record says that the server is dead")
-        assert descriptors(scheduler) == LIMIT
+        wait_until(lambda: descriptors(scheduler) == LIMIT, "all its descriptors are in use again")
     cluster.restart_server(1)
     wait_until(lambda: states() == ["active", "active"], "the server is back")
     assert scheduler.process.poll() is None
@@ -78,6 +78,6 @@ def test_a_server_without_descriptors_takes_pushes_and_answers_pulls(cluster: Lo
         for step in range(1, 21):
             store.push("w", value + step)
             np.testing.assert_array_equal(store.pull("w"), value + step)
-        assert descriptors(server) == LIMIT
+        wait_until(lambda: descriptors(server) == LIMIT, "all its descriptors are in use again")
     wait_until(lambda: descriptors(server) <= idle, "the strangers' descriptors are free again")
     assert server.process.poll() is None
