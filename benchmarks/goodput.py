@@ -91,10 +91,14 @@ class LaunchedTraining:
             self._process.kill()
             self._process.wait()
 
-    def steps(self) -> int:
-        """That all workers have made."""
+    def steps_by_rank(self) -> list[int]:
+        """Return the number of steps that each worker has completed."""
         assert self._process.poll() is None, "the job has ended"
-        return min(int.from_bytes(file.read_bytes(), sys.byteorder) for file in self._steps)
+        return [int.from_bytes(file.read_bytes(), sys.byteorder) for file in self._steps]
+
+    def steps(self) -> int:
+        """Return the number of steps that all workers have completed."""
+        return min(self.steps_by_rank())
 
     def processes(self) -> dict[int, str]:
         """The processes of the job: pid and role."""

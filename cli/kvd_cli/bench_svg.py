@@ -1,4 +1,4 @@
-"""A line chart with two logarithmic axes, drawn as SVG without further dependencies."""
+"""A line chart with logarithmic or linear axes, drawn as SVG without further dependencies."""
 
 from __future__ import annotations
 
@@ -32,23 +32,39 @@ class Series:
 
     Attributes:
         name: for the legend.
-        points: (x, y), both more than 0, in the order in which they are joined.
+        points: (x, y) in drawing order; more than 0 on a logarithmic axis.
+        marked: draw a marker with a tooltip at each point.
     """
 
     name: str
     points: tuple[tuple[float, float], ...]
+    marked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A vertical line with a caption.
+
+    Attributes:
+        x: its place on the x axis.
+        caption: a few words, drawn to the right of the line.
+    """
+
+    x: float
+    caption: str
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A logarithmic axis.
+    """A logarithmic or a linear axis.
 
     Attributes:
-        label: what it shows, with its unit.
-        low: the smallest value on it, more than 0.
-        high: the largest, more than `low`.
-        ticks: values with a text and a line of the grid.
-        fine: values with a faint line only.
+        label: the quantity and its unit.
+        low: the smallest value, more than 0 if logarithmic.
+        high: the largest value, more than `low`.
+        ticks: values with a text and a grid line.
+        fine: values with a faint grid line only.
+        is_linear: linear instead of logarithmic.
     """
 
     label: str
@@ -56,19 +72,24 @@ class Axis:
     high: float
     ticks: tuple[tuple[float, str], ...]
     fine: tuple[float, ...] = ()
+    is_linear: bool = False
 
     def share(self, value: float) -> float:
-        """How far along the axis a value lies: 0 at its beginning, 1 at its end."""
+        """Return the position of a value along the axis, from 0 at `low` to 1 at `high`."""
+        if self.is_linear:
+            return (value - self.low) / (self.high - self.low)
         return math.log(value / self.low) / math.log(self.high / self.low)
 
 
-def chart(title: str, subtitle: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """The whole chart, as the text of an SVG file."""
+def chart(title: str, subtitle: str, x: Axis, y: Axis, series: Sequence[Series], events: Sequence[Event] = ()) -> str:
+    """Return the whole chart as the text of an SVG file."""
     chosen = list(series)
     drawing = _Drawing(x, y, legend=len(chosen) > 1)
     drawing.text(LEFT, 28, title, size=18, weight="bold")
     drawing.text(LEFT, 48, subtitle, size=12, colour=FAINT)
     drawing.axes()
+    for row, event in enumerate(events):
+        drawing.event(event, row)
     for number, curve in enumerate(chosen):
         drawing.curve(curve, number)
     if len(chosen) > 1:
@@ -92,6 +113,14 @@ def decades(label: str, smallest: float, largest: float) -> Axis:
         tuple((tick, f"{tick:,.10g}") for tick in ticks if _within(tick, low, high)),
         tuple(line for line in fine if _within(line, low, high)),
     )
+
+
+def linear(label: str, largest: float) -> Axis:
+    """Return a linear axis from 0 to a round number of at least `largest`, with five to ten ticks."""
+    step = _rounded(largest / 10, down=False)
+    count = math.ceil(largest / step)
+    ticks = tuple((number * step, f"{number * step:,.10g}") for number in range(count + 1))
+    return Axis(label, 0.0, count * step, ticks, is_linear=True)
 
 
 def sizes(label: str, smallest: float, largest: float) -> Axis:
@@ -171,14 +200,24 @@ class _Drawing:
         self.text(22, middle, self._y.label, size=13, anchor="middle", turned=True)
 
     def curve(self, series: Series, number: int) -> None:
-        """A line through the points, and a marker at each with its value as a tooltip."""
+        """Draw a line through the points, and the markers if there are any."""
         places = [(self._at_x(x), self._at_y(y)) for x, y in series.points]
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         self._add("polyline", points=joined, fill="none", stroke=_colour(number), stroke_width=2)
+        if not series.marked:
+            return
         for (x, y), (value_x, value_y) in zip(places, series.points, strict=True):
             marker = self._marker(x, y, number)
             title = ElementTree.SubElement(marker, "title")
             title.text = f"{series.name}: {size_text(int(value_x))}, {value_y:.4g}"
+
+    def event(self, event: Event, row: int) -> None:
+        """Draw a dashed line over the height of the plot, with its caption in a row of its own."""
+        place, height = self._at_x(event.x), TOP + 18 + 17 * row
+        self._add(
+            "line", x1=place, y1=TOP, x2=place, y2=self._bottom, stroke=FAINT, stroke_width=1.2, stroke_dasharray="5 4"
+        )
+        self.text(place + 6, height, event.caption, size=12)
 
     def legend_of(self, series: Sequence[Series]) -> None:
         """A sample of each curve with its name, to the right of the area."""
@@ -186,7 +225,8 @@ class _Drawing:
         for number, curve in enumerate(series):
             height = TOP + 16 + 24 * number
             self._add("line", x1=left, y1=height, x2=left + 30, y2=height, stroke=_colour(number), stroke_width=2)
-            self._marker(left + 15, height, number)
+            if curve.marked:
+                self._marker(left + 15, height, number)
             self.text(left + 40, height + 4, curve.name)
 
     def text(

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvd_cli.bench_plot import X_LABEL, Y_LABEL, counted, is_plotted, throughput_chart
-from kvd_cli.bench_svg import Axis, decades, size_text, sizes
+from kvd_cli.bench_svg import Axis, Event, Series, chart, decades, linear, size_text, sizes
 
 SVG = "{http://www.w3.org/2000/svg}"
 CURVES = {"kvd": [(64 << 20, 500.0), (4 << 10, 3.0), (1 << 20, 400.0)], "a <peer> & more": [(4 << 10, 7.0)]}
@@ -88,3 +88,21 @@ def test_one_value_of_a_middle_size_is_a_point() -> None:
 
 def test_numbers_of_things_read_well() -> None:
     assert (counted(1, "server"), counted(2, "server")) == ("1 server", "2 servers")
+
+
+def test_a_linear_axis_begins_at_zero_and_ends_at_a_round_number() -> None:
+    axis = linear("steps", 141.0)
+    assert (axis.low, axis.high) == (0.0, 160.0)
+    assert [text for _, text in axis.ticks] == ["0", "20", "40", "60", "80", "100", "120", "140", "160"]
+    assert axis.share(40.0) == pytest.approx(0.25)
+
+
+def test_events_are_lines_with_captions() -> None:
+    axis = linear("", 10.0)
+    svg = chart("", "", axis, axis, [Series("steps", ((0.0, 0.0), (10.0, 10.0)), marked=False)], [Event(5.0, "killed")])
+    assert "killed" in words(svg)
+    [dashed] = [line for line in elements(svg, "line") if "stroke-dasharray" in line.attrib]
+    [frame] = [rect for rect in elements(svg, "rect") if rect.attrib["fill"] == "none"]
+    middle = float(frame.attrib["x"]) + float(frame.attrib["width"]) / 2
+    assert float(dashed.attrib["x1"]) == float(dashed.attrib["x2"]) == pytest.approx(middle, abs=0.1)
+    assert not elements(svg, "circle")
