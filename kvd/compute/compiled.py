@@ -37,7 +37,7 @@ BITS: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float16): np.dtype(np.in
 """The dtypes as which the loops take the halves, which numba does not know: their bits."""
 
 _INT64: np.dtype[Any] = np.dtype(np.int64)
-_MISSING = "numba is not installed (pip install 'kvd-ps[fast]')"
+_MISSING = "numba is not installed (pip install numba)"
 
 _log = logging.getLogger(__name__)
 

@@ -112,4 +112,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != extra:
             raise
-        raise ImportError(f"{name} needs {extra}: pip install 'kvd-ps[{extra}]'") from error
+        raise ImportError(f"{name} needs {extra}: pip install {extra}") from error

@@ -35,7 +35,7 @@ def test_import_star_gives_the_models_of_installed_libraries() -> None:
 def test_a_model_whose_library_is_missing_says_how_to_install_it(library: str) -> None:
     model = LIBRARIES[library]
     program = f"import kvd.parallel\ntry:\n    kvd.parallel.{model}\nexcept ImportError as error:\n    print(error)"
-    assert run(program, (library,)).strip() == f"{model} needs {library}: pip install 'kvd-ps[{library}]'"
+    assert run(program, (library,)).strip() == f"{model} needs {library}: pip install {library}"
 
 
 def test_importing_the_package_imports_neither_library() -> None:
