@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.client.calls.keys import KeyList
-from kvd.client.calls.values import Array, Source, checked_out, fill, on_devices, paired, spec_of
+from kvd.client.calls.values import (
+    Array,
+    Source,
+    check_apart,
+    checked_out,
+    fill,
+    of_each,
+    on_devices,
+    paired,
+    spec_of,
+)
 from kvd.compute.quiet import quietly
 from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 
@@ -19,6 +29,7 @@ class _Out(NamedTuple):
     array: Any
     spec: KeySpec
     dtype: np.dtype[Any]
+    memory: Array
 
 
 class CastOuts:
@@ -26,17 +37,19 @@ class CastOuts:
 
     Args:
         out: as the program gave it.
+        in_place: as in `targets_by_name`.
 
     Raises:
-        NotAllowed: an array cannot be written to.
+        NotAllowed: an array cannot be written to, or shares memory with another one.
         DtypeMismatch: no key can have its dtype.
     """
 
-    def __init__(self, keys: KeyList, out: Any) -> None:
+    def __init__(self, keys: KeyList, out: Any, in_place: str = "") -> None:
         self._keys = keys
         self._out = out
-        by_name = keys.by_name(paired(keys, out, "outs"))
-        self._outs = [[_described(array) for array in on_devices(entries)] for entries in by_name]
+        by_name = keys.by_name(paired(keys, out, "values" if in_place else "outs"))
+        self._outs = of_each(keys, by_name, lambda _, entries: _all_described(entries, in_place))
+        check_apart(keys, [[out.memory for out in outs] for outs in self._outs])
 
     def check_shapes(self, sources: Sequence[Source]) -> None:
         """Raises ShapeMismatch or DtypeMismatch unless what is pulled goes into what is pushed."""
@@ -53,7 +66,7 @@ class CastOuts:
         for name, value, outs in zip(self._keys.names, values, self._outs, strict=True):
             spec = spec_of(value.dtype, value.shape, MAX_SLICE_BYTES)
             for out in outs:
-                spec.check_same(out.spec, self._keys.written.get(name, name), cast=True)
+                spec.check_same(out.spec, self._keys.key(name), cast=True, what="out")
         for value, outs in zip(values, self._outs, strict=True):
             for out in outs:
                 fill(out.array, quietly(value.astype, out.dtype))
@@ -65,6 +78,10 @@ def cast_values(values: Array, dtype: np.dtype[Any]) -> Array:
     return values if values.dtype == dtype else quietly(values.astype, dtype)
 
 
-def _described(array: Any) -> _Out:
-    like = checked_out(array)
-    return _Out(array, spec_of(like.dtype, like.shape, MAX_SLICE_BYTES), like.dtype)
+def _all_described(entries: Sequence[Any], in_place: str) -> list[_Out]:
+    return [_described(array, in_place) for array in on_devices(entries)]
+
+
+def _described(array: Any, in_place: str) -> _Out:
+    like, memory = checked_out(array, in_place)
+    return _Out(array, spec_of(like.dtype, like.shape, MAX_SLICE_BYTES), like.dtype, memory)

@@ -92,9 +92,10 @@ class ClusterAssignments:
         keys = self._arguments.named(key)
         keys.check_distinct("broadcast")
         check_whole(keys, value, "broadcast", self._tables.is_table)
-        names, out = keys.names, value if out is None else out
+        names, in_place = keys.names, "broadcast" if out is None else ""
+        out = value if out is None else out
         priority, _ = checks.priority_and_samples(priority)
-        targets = self._arguments.targets(keys, out)
+        targets = self._arguments.targets(keys, out, in_place=in_place)
         sources: list[Source] | None = None
         if self._rank == 0:
             sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)

@@ -86,7 +86,7 @@ class ClusterValues:
         names, values, tables = parted(keys, value, lambda _: False)
         merges = own_merges(keys, merge)
         is_sent = self._rank == 0
-        sources = self._arguments.init_sources(KeyList(names, True), values, copy=is_sent)
+        sources = self._arguments.init_sources(KeyList(names, True, None, keys.written), values, copy=is_sent)
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
         sources += [self._arguments.new_table(description, merges.get(name, "")) for name, description in tables]
@@ -118,7 +118,7 @@ class ClusterValues:
             whole, value, tables = NO_KEYS, (), [(names[0], value)]
         elif self._tables.are_pushed(keys, value):
             whole_names, value, tables = parted(keys, value, self._tables.is_table)
-            whole = KeyList(whole_names, True)
+            whole = KeyList(whole_names, True, None, keys.written)
         if tables:
             try:
                 rows = self._tables.rows(tables, cast=cast)
@@ -213,6 +213,7 @@ class ClusterValues:
         cast: bool = False,
         view: bool = False,
     ) -> Handle:
+        in_place = "pushpull" if out is None else ""
         out = value if out is None else out
         has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
         may_be_plain = has_defaults and not (cast or view) and (not copy or type(key) is str)
@@ -227,8 +228,8 @@ class ClusterValues:
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
         check_whole(keys, value, "pushpull", self._tables.is_table)
-        outs = CastOuts(keys, out) if cast and not view else None
-        targets = [] if cast or view else self._arguments.targets(keys, out)
+        outs = CastOuts(keys, out, in_place) if cast and not view else None
+        targets = [] if cast or view else self._arguments.targets(keys, out, in_place=in_place)
         pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)
         sources = pushed.sources
         if not names:

@@ -22,8 +22,10 @@ from kvd.client.calls.values import (
     Source,
     Target,
     check_alike,
+    check_not_tied,
     fresh_target,
     in_places,
+    of_each,
     pulled_values,
     read_only,
     source_of,
@@ -56,7 +58,9 @@ class LocalValues:
         keys.check_distinct("init")
         names, values, tables = parted(keys, value, lambda _: False)
         merges = own_merges(keys, merge)
-        sources = [source_of(entry, MAX_SLICE_BYTES, copy=True) for entry in values]
+        whole = KeyList(names, True, None, keys.written)
+        sources = _sources(whole, values, copy=True)
+        check_not_tied(whole, values)
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
         begun = {name: first_rows(description, self._keys.written.of(name)) for name, description in tables}
@@ -97,7 +101,7 @@ class LocalValues:
 
     def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
         names, values, tables = parted(keys, value, self._keys.is_table)
-        sources = [source_of(entry, MAX_SLICE_BYTES, copy=False) for entry in values]
+        sources = _sources(KeyList(names, True, None, keys.written), values, copy=False)
         rows = self._keys.at_once(lambda: self._tables.rows(tables, cast=cast))
         if not self._steps.take_pushes(keys.names):
             return Handle.of(None)
@@ -164,9 +168,11 @@ class LocalValues:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         check_whole(keys, value, "pushpull", self._keys.is_table)
+        in_place = "pushpull" if out is None else ""
         out = value if out is None else out
-        outs = CastOuts(keys, out) if cast and not view else None
-        targets, sources = [] if cast or view else _targets(keys, out), _sources(keys, value, copy=False)
+        outs = CastOuts(keys, out, in_place) if cast and not view else None
+        targets = [] if cast or view else _targets(keys, out, in_place)
+        sources = _sources(keys, value, copy=False)
         if outs is not None:
             outs.check_shapes(sources)
         elif not view:
@@ -189,8 +195,9 @@ class LocalValues:
         keys.check_distinct("broadcast")
         checks.priority_and_samples(priority)
         check_whole(keys, value, "broadcast", self._keys.is_table)
+        in_place = "broadcast" if out is None else ""
         out = value if out is None else out
-        targets, sources = _targets(keys, out), _sources(keys, value, copy=True)
+        targets, sources = _targets(keys, out, in_place), _sources(keys, value, copy=True)
         is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
 
         def work() -> Any:
@@ -263,8 +270,8 @@ class LocalValues:
 
 
 def _sources(keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
-    return [source_of(entry, MAX_SLICE_BYTES, copy=copy) for entry in values_by_name(keys, value)]
+    return of_each(keys, values_by_name(keys, value), lambda _, entry: source_of(entry, MAX_SLICE_BYTES, copy=copy))
 
 
-def _targets(keys: KeyList, out: Any) -> list[Target]:
-    return targets_by_name(keys, out, MAX_SLICE_BYTES)
+def _targets(keys: KeyList, out: Any, in_place: str = "") -> list[Target]:
+    return targets_by_name(keys, out, MAX_SLICE_BYTES, in_place=in_place)

@@ -195,7 +195,7 @@ class Transfer:
                     return NotAllowed(table_text(key.name), key=key.name)
             elif item.spec is not key.checked_spec:
                 try:
-                    key.check_value(item.spec, cast=transfer.cast)
+                    key.check_value(item.spec, cast=transfer.cast, what="value" if transfer.push else "out")
                 except (ShapeMismatch, DtypeMismatch, NotAllowed) as error:
                     return error
         return None
