@@ -6,19 +6,19 @@ Memory is described by a NumPy array of that address, shape and strides. For an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from ctypes import addressof, c_char
-from operator import itemgetter
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvd.compute.tensors import is_torch
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray[Any, Any]
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
 
 _MOST_WORK = 100_000  # solutions to try for two strided arrays in the same stretch of memory
-_from_buffer: Callable[[Any], c_char] = c_char.from_buffer
+_WORD = np.dtype(np.intp).itemsize
 
 
 def device_memory(target: Any) -> Array:
@@ -46,51 +46,48 @@ def overlaps_itself(memory: Array) -> bool:
     return axes[0][0] == 0 or _some_coincide(axes, memory.itemsize)
 
 
+def are_apart(arrays: Sequence[Array], sizes: Integers) -> bool:
+    """Whether no two of these contiguous arrays, of so many bytes each, share memory. By loops in C."""
+    if _READS_OBJECTS:
+        begins = _objects[np.fromiter(map(id, arrays), np.intp, len(arrays)) // _WORD]
+    else:
+        begins = np.array([_address(array) for array in arrays], np.intp)
+    return _are_in_turn(begins, begins + sizes)
+
+
 def first_overlap(memories: Sequence[Array]) -> tuple[int, int] | None:
     """Return the places of two arrays that share memory, the smaller place first; None if all are apart."""
-    if len(memories) < 2:
+    spans = [_span(memory) for memory in memories]
+    if _are_in_turn(*np.array(spans, np.intp).reshape(-1, 2).T):
         return None
-    addresses, sizes = addresses_of(memories), [memory.nbytes for memory in memories]
-    if not all(memory.flags.c_contiguous for memory in memories):
-        spans = [_span(memory) for memory in memories]
-        addresses, sizes = [first for first, _ in spans], [end - first for first, end in spans]
-    if are_apart(addresses, sizes):
-        return None
-    open_places: list[int] = []
-    for place in sorted(range(len(memories)), key=addresses.__getitem__):
-        open_places = [other for other in open_places if addresses[other] + sizes[other] > addresses[place]]
-        for other in open_places:
+    earlier: list[int] = []  # that reach behind the beginning of the next one
+    for place in sorted(range(len(spans)), key=spans.__getitem__):
+        begin, end = spans[place]
+        earlier = [other for other in earlier if spans[other][1] > begin]
+        for other in earlier:
             if _share_memory(memories[place], memories[other]):
                 return min(place, other), max(place, other)
-        if sizes[place]:
-            open_places.append(place)
+        if end > begin:
+            earlier.append(place)
     return None
 
 
-def addresses_of(memories: Iterable[Array]) -> list[int]:
-    """Return the address of the first element of each array, by loops in C where the arrays allow it."""
-    memories = list(memories)
-    try:
-        return list(map(addressof, map(_from_buffer, memories)))
-    except (TypeError, ValueError, BufferError):  # empty, strided, or of a dtype without a buffer, such as bfloat16
-        return [memory.__array_interface__["data"][0] for memory in memories]
-
-
-def are_apart(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether no two of these stretches of memory, of so many bytes from each address on, overlap."""
-    spans = sorted(zip(addresses, sizes, strict=True))
-    ends = [address + size for address, size in spans]
-    return all(map(int.__le__, ends, map(itemgetter(0), spans[1:])))
+def _are_in_turn(begins: Integers, ends: Integers) -> bool:
+    """Whether each of these stretches of memory ends before the next one begins."""
+    order = begins.argsort()
+    return True not in (ends[order[:-1]] > begins[order[1:]])
 
 
 class _Address:
     """Memory as NumPy's array interface describes it."""
 
-    def __init__(self, address: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def __init__(
+        self, address: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str = ""
+    ) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (address, True),
-            "typestr": f"|V{itemsize}",
+            "typestr": typestr or f"|V{itemsize}",
             "shape": shape,
             "strides": strides,
         }
@@ -98,16 +95,24 @@ class _Address:
 
 def _span(memory: Array) -> tuple[int, int]:
     """The addresses of the first byte of an array, and behind its last one."""
-    address = memory.__array_interface__["data"][0]
+    address = _address(memory)
+    if memory.flags.c_contiguous:
+        return address, address + memory.nbytes
     if memory.size == 0:
         return address, address
     steps = [step * (count - 1) for step, count in zip(memory.strides, memory.shape, strict=True)]
     return address + sum(s for s in steps if s < 0), address + sum(s for s in steps if s > 0) + memory.itemsize
 
 
+def _address(memory: Array) -> int:
+    """Where its first element lies."""
+    address: int = memory.__array_interface__["data"][0]
+    return address
+
+
 def _share_memory(one: Array, other: Array) -> bool:
     try:
-        return np.shares_memory(one, other, max_work=_MOST_WORK)
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]  it is any number
     except np.exceptions.TooHardError:  # as torch, which does not refuse what it cannot tell
         return False
 
@@ -122,3 +127,11 @@ def _some_coincide(axes: Sequence[tuple[int, int]], itemsize: int) -> bool:
     for step, count in axes:
         offsets = np.add.outer(offsets, step * np.arange(count))
     return bool((np.diff(np.sort(offsets, axis=None)) < itemsize).any())
+
+
+# In CPython the id of a NumPy array is the address of its object, which holds, behind the head of every object, the
+# address of its elements. `_objects` reads that word of many objects at once; to ask each array takes 2 µs.
+_objects: Integers = np.asarray(
+    _Address(object.__basicsize__, _WORD, (1 << 50,), (_WORD,), np.dtype(np.intp).str)  # all memory, in words
+)
+_READS_OBJECTS = sys.implementation.name == "cpython" and int(_objects[id(_objects) // _WORD]) == _address(_objects)

@@ -2,8 +2,8 @@
 
 What is looked at, each time and of each array, is all that a program may change in an array that it passes again: its
 type, dtype, shape, order in memory, and whether it can be written to. So it does not matter whether the arrays are the
-same objects, and none of them is kept. Where an array lies is asked when its bytes are moved, and, of those that are
-written to, when they are not the objects of the last call: no two may share memory.
+same objects, and none of them is kept. Those that are written to share no memory. Where an array lies is asked again
+when its bytes are moved.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, call, is_
+from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
 from kvd.client.calls.values import BYTE, Array, spec_of
-from kvd.compute.overlap import addresses_of, are_apart
+from kvd.compute.overlap import are_apart
 from kvd.core.requests import Item, ListedKeys
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 _is_contiguous, _is_writable_too = attrgetter("flags.c_contiguous"), attrgetter("flags.carray")
-_has_own_memory = attrgetter("flags.owndata")
 
 
 class ListedCall:
@@ -59,7 +57,7 @@ class ArrayForms:
         bound_changes: `BoundKeys.changes` when none of the keys was bound.
     """
 
-    __slots__ = ("_apart", "_dtypes", "_shapes", "_sizes", "bound_changes", "keys")
+    __slots__ = ("_dtypes", "_shapes", "_sizes", "bound_changes", "keys")
 
     def __init__(self, names: Sequence[str], values: Sequence[Array], slice_bytes: int, bound_changes: int) -> None:
         """Of values that are as `are_plain` wants them.
@@ -71,41 +69,23 @@ class ArrayForms:
         self._shapes = list(map(_shape, values))
         specs = map(spec_of, self._dtypes, self._shapes, repeat(slice_bytes))
         self.keys = ListedKeys(names, list(specs))
-        self._sizes = [spec.nbytes for spec in self.keys.specs]
-        self._apart: tuple[ref[Array], ...] = ()  # the arrays that were written to last, and share no memory
+        self._sizes = np.array([spec.nbytes for spec in self.keys.specs], np.intp)
         self.bound_changes = bound_changes
 
     def fit(self, values: Sequence[Any], outs: Sequence[Any]) -> bool:
         """Whether these are arrays of the same forms, `outs` such that can be written to, and share no memory; one per
         key."""
-        if outs is values:
-            return self._are_alike(outs) and all(map(_is_writable_too, outs)) and self._are_apart(outs)
-        return (
-            self._are_alike(values)
-            and self._are_alike(outs)
-            and all(map(_is_contiguous, values))
-            and all(map(_is_writable_too, outs))
-            and self._are_apart(outs)
-        )
-
-    def _are_apart(self, outs: Sequence[Array]) -> bool:
-        """Whether no two of these arrays, which have the forms, share memory. Those of the last call are known."""
-        known = self._apart
-        if known and all(map(is_, outs, map(call, known))):
-            return True
-        if all(map(_has_own_memory, outs)):
-            if len(set(map(id, outs))) < len(outs):
+        for arrays in (outs,) if outs is values else (values, outs):
+            if (
+                list(map(type, arrays)).count(np.ndarray) != len(self._dtypes)
+                or list(map(_dtype, arrays)) != self._dtypes
+                or list(map(_shape, arrays)) != self._shapes
+            ):
                 return False
-        elif not are_apart(addresses_of(outs), self._sizes):
-            return False
-        self._apart = tuple(map(ref, outs))
-        return True
-
-    def _are_alike(self, arrays: Sequence[Any]) -> bool:
         return (
-            list(map(type, arrays)).count(np.ndarray) == len(self._dtypes)
-            and list(map(_dtype, arrays)) == self._dtypes
-            and list(map(_shape, arrays)) == self._shapes
+            all(map(_is_writable_too, outs))
+            and (outs is values or all(map(_is_contiguous, values)))
+            and are_apart(outs, self._sizes)
         )
 
 
