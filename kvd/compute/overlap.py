@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
 
 _MOST_WORK = 100_000  # solutions to try for two strided arrays in the same stretch of memory
+_is_contiguous, _nbytes = attrgetter("flags.c_contiguous"), attrgetter("nbytes")
 _WORD = np.dtype(np.intp).itemsize
 
 
@@ -57,9 +59,9 @@ def are_apart(arrays: Sequence[Array], sizes: Integers) -> bool:
 
 def first_overlap(memories: Sequence[Array]) -> tuple[int, int] | None:
     """Return the places of two arrays that share memory, the smaller place first; None if all are apart."""
-    spans = [_span(memory) for memory in memories]
-    if _are_in_turn(*np.array(spans, np.intp).reshape(-1, 2).T):
+    if all(map(_is_contiguous, memories)) and are_apart(memories, np.array(list(map(_nbytes, memories)), np.intp)):
         return None
+    spans = [_span(memory) for memory in memories]
     earlier: list[int] = []  # that reach behind the beginning of the next one
     for place in sorted(range(len(spans)), key=spans.__getitem__):
         begin, end = spans[place]
