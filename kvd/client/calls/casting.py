@@ -11,6 +11,7 @@ from kvd.client.calls.keys import KeyList
 from kvd.client.calls.values import (
     Array,
     Source,
+    Unlike,
     check_apart,
     checked_out,
     fill,
@@ -20,7 +21,7 @@ from kvd.client.calls.values import (
     spec_of,
 )
 from kvd.compute.quiet import quietly
-from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
+from kvd.protocol.specs import DTYPES, MAX_SLICE_BYTES, KeySpec
 
 
 class _Out(NamedTuple):
@@ -51,11 +52,20 @@ class CastOuts:
         self._outs = of_each(keys, by_name, lambda _, entries: _all_described(entries, in_place))
         check_apart(keys, [[out.memory for out in outs] for outs in self._outs])
 
-    def check_shapes(self, sources: Sequence[Source]) -> None:
-        """Raises ShapeMismatch or DtypeMismatch unless what is pulled goes into what is pushed."""
+    def first_unlike(self, sources: Sequence[Source]) -> Unlike | None:
+        """The first key of which what is pulled does not go into what is pushed; None: they all fit."""
         for name, source, outs in zip(self._keys.names, sources, self._outs, strict=True):
             for out in outs:
-                source.spec.check_same(out.spec, self._keys.written.get(name, name), cast=True)
+                floats = DTYPES[source.spec.dtype].is_float and DTYPES[out.spec.dtype].is_float
+                if source.spec.shape != out.spec.shape or not (floats or source.spec.dtype == out.spec.dtype):
+                    return Unlike(name, source.spec, out.spec, cast=True)
+        return None
+
+    def check(self, specs: Sequence[KeySpec]) -> None:
+        """Raises ShapeMismatch or DtypeMismatch if an array does not fit its key, of these specs."""
+        for name, spec, outs in zip(self._keys.names, specs, self._outs, strict=True):
+            for out in outs:
+                spec.check_same(out.spec, self._keys.key(name), cast=True, what="out")
 
     def fill(self, values: Sequence[Array]) -> Any:
         """Writes the values of the keys into the arrays. Returns `out` as the program gave it.
@@ -63,10 +73,7 @@ class CastOuts:
         Raises:
             ShapeMismatch, DtypeMismatch: an array does not fit its key.
         """
-        for name, value, outs in zip(self._keys.names, values, self._outs, strict=True):
-            spec = spec_of(value.dtype, value.shape, MAX_SLICE_BYTES)
-            for out in outs:
-                spec.check_same(out.spec, self._keys.key(name), cast=True, what="out")
+        self.check([spec_of(value.dtype, value.shape, MAX_SLICE_BYTES) for value in values])
         for value, outs in zip(values, self._outs, strict=True):
             for out in outs:
                 fill(out.array, quietly(value.astype, out.dtype))

@@ -193,10 +193,30 @@ def in_places(keys: KeyList, arrays: Sequence[Array], *, shared: bool = False) -
     return list(arrays) if keys.many else arrays[0]
 
 
-def check_alike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Target]) -> None:
-    """Raises ShapeMismatch or DtypeMismatch unless what is pulled goes into what is pushed."""
+class Unlike(NamedTuple):
+    """A value and an `out` of one key that cannot both be right. The spec of the key says which is wrong.
+
+    Attributes:
+        cast: another floating dtype fits.
+    """
+
+    name: str
+    value: KeySpec
+    out: KeySpec
+    cast: bool = False
+
+    def check(self, spec: KeySpec) -> None:
+        """Raises ShapeMismatch or DtypeMismatch, about the value or about the `out`, unless both fit this spec."""
+        spec.check_same(self.value, self.name, cast=self.cast)
+        spec.check_same(self.out, self.name, cast=self.cast, what="out")
+
+
+def first_unlike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Target]) -> Unlike | None:
+    """The first key of which what is pulled does not go into what is pushed; None: they all fit."""
     for name, source, target in zip(keys.names, sources, targets, strict=True):
-        source.spec.check_same(target.spec, keys.written.get(name, name))
+        if source.spec.shape != target.spec.shape or source.spec.dtype != target.spec.dtype:
+            return Unlike(name, source.spec, target.spec)
+    return None
 
 
 def on_devices(entries: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.memory_budget import MemoryBudget, Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
@@ -14,6 +15,7 @@ from kvd.client.calls.values import (
     Array,
     Source,
     Target,
+    Unlike,
     check_not_tied,
     copy_of,
     of_each,
@@ -24,7 +26,10 @@ from kvd.client.calls.values import (
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
+from kvd.core import requests
 from kvd.core.requests import Item
+from kvd.core.worker.transfer import say_unpushed
+from kvd.errors import KeyNotFound, RemoteError
 from kvd.tables.description import RowSparse
 from kvd.tables.first_rows import RowPages, first_rows, pages_of
 from kvd.tables.wire import spec_of_table
@@ -128,6 +133,27 @@ class Arguments:
         if taken:
             self._budget.take(taken, reservation)
         return sources, rooms
+
+    def mismatch(self, unlike: Unlike, *, makes_key: bool = False) -> Handle:
+        """A call that fails with what is wrong: the value or the `out`, whichever does not fit the key.
+
+        Args:
+            makes_key: the call would make a key that does not exist, like its value.
+        """
+        return Handle(self._engine.run(self._compare(unlike, makes_key)))
+
+    async def _compare(self, unlike: Unlike, makes_key: bool) -> None:
+        try:
+            spec = await self._engine.call(requests.DescribeKey(unlike.name))
+        except KeyNotFound:
+            if not makes_key:
+                raise
+            spec = unlike.value
+        try:
+            unlike.check(spec)
+        except RemoteError as error:
+            say_unpushed(error, self._engine.machine.view)
+            raise
 
     def init_sources(self, keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
         """The values to init keys with: copies of them do not count against the budget."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from kvd.client.calls.values import (
     Array,
     Source,
     Target,
-    check_alike,
     check_not_tied,
+    first_unlike,
     fresh_target,
     in_places,
     of_each,
@@ -97,7 +97,10 @@ class LocalValues:
         sources = _sources(keys, value, copy=False)
         if not self._steps.take_pushes(keys.names):
             return Handle.of(None)
-        return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples, cast))
+        return self._watched_push(keys, lambda: self._update(keys.names, sources, samples, cast))
+
+    def _watched_push(self, keys: KeyList, work: Callable[[], Any]) -> Handle:
+        return self._keys.watched(keys.names, work, self._steps.untake_pushes)
 
     def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
         names, values, tables = parted(keys, value, self._keys.is_table)
@@ -111,7 +114,7 @@ class LocalValues:
             self._update(names, sources, samples, cast)
             self._tables.push([name for name, _ in tables], rows, samples)
 
-        return self._keys.watched(keys.names, work)
+        return self._watched_push(keys, work)
 
     def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
         """All keys are checked before the first changes."""
@@ -140,7 +143,7 @@ class LocalValues:
         """Writes the values into the targets of `out` (None: new arrays), and gives the result of the call."""
         if targets is None:
             targets = [fresh_target(self._keys.entry(name).spec) for name in keys.names]
-        entries = self._keys.matching(keys.names, [target.spec for target in targets])
+        entries = self._keys.matching(keys.names, [target.spec for target in targets], what="out")
         for entry, target in zip(entries, targets, strict=True):
             np.copyto(target.data, contiguous_bytes(entry.value))
         return pulled_values(keys, targets, out)
@@ -173,20 +176,21 @@ class LocalValues:
         outs = CastOuts(keys, out, in_place) if cast and not view else None
         targets = [] if cast or view else _targets(keys, out, in_place)
         sources = _sources(keys, value, copy=False)
-        if outs is not None:
-            outs.check_shapes(sources)
-        elif not view:
-            check_alike(keys, sources, targets)
         is_wanted = self._steps.take_pushes(keys.names)
 
         def work() -> Any:
+            entries = self._keys.matching(keys.names, [source.spec for source in sources], cast=cast)
+            if outs is not None:
+                outs.check([entry.spec for entry in entries])
+            elif not view:
+                self._keys.matching(keys.names, [target.spec for target in targets], what="out")
             if is_wanted:
                 self._update(keys.names, sources, samples, cast)
             if view:
                 return self._read_only(keys)
             return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
-        return self._keys.watched(keys.names, work)
+        return self._watched_push(keys, work)
 
     # ── the value of this worker replaces the stored one ──
 
@@ -199,8 +203,12 @@ class LocalValues:
         out = value if out is None else out
         targets, sources = _targets(keys, out, in_place), _sources(keys, value, copy=True)
         is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
+        unlike = first_unlike(keys, sources, targets)
 
         def work() -> Any:
+            if unlike is not None:
+                entry = self._keys.entries.get(unlike.name)
+                unlike.check(unlike.value if entry is None else entry.spec)
             if is_past:
                 self._make_missing(keys.names, sources)
             else:
