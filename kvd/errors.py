@@ -219,6 +219,12 @@ class RemoteError(KvdError):
         self.node = node
         self.key = key
 
+    def name_key(self, key: str | int) -> None:
+        """Name the key in the attribute and in the text, unless the error names one already."""
+        if self.key == "":
+            self.key = key
+            self.args = (f"key {key!r}: {self.args[0]}", *self.args[1:])
+
 
 class KeyNotFound(RemoteError, KeyError):
     """The key was never initialised, or its server lost it."""

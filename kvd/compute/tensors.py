@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
+from kvd.errors import DtypeMismatch, KvdError, NotAllowed, ShapeMismatch
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
@@ -72,9 +72,10 @@ def as_array(value: object) -> np.ndarray[Any, Any]:
     Raises:
         DtypeMismatch: the elements have a dtype that no key can have.
         ShapeMismatch: nested lists of unequal lengths.
-        NotAllowed: the value is nothing of the above, or lies on a device that nothing loaded here can read.
+        NotAllowed: the value is nothing of the above, is masked, or cannot be read, such as memory on a device that
+            nothing loaded here can read.
     """
-    array = _host_array(value)
+    array = _readable(value)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     dtype_name(array.dtype)
@@ -94,10 +95,10 @@ def writable_view(target: object) -> np.ndarray[Any, Any] | None:
         return target if target.flags.writeable else None
     if isinstance(target, np.generic | int | float | list | tuple) or _is_jax(target) or _is_cupy(target):
         return None
-    if _is_torch(target) and not _is_plain_memory(_tensor(target)):
-        return None
     try:
-        array = _host_array(target)
+        if _is_torch(target) and not _is_plain_memory(_tensor(target)):
+            return None
+        array = _readable(target)
     except NotAllowed:
         return None
     dtype_name(array.dtype)
@@ -125,8 +126,13 @@ def write_back(target: object, source: np.ndarray[Any, Any]) -> None:
     elif _is_cupy(target):
         _write_cupy(target, source)
     else:
-        kind = "a JAX array, which is immutable" if _is_jax(target) else f"a {type(target).__name__} that is read-only"
-        raise NotAllowed(f"out is {kind}: pass an array that can be written to, or out=None for a new one")
+        text = f"out is {kind_of_read_only(target)}"
+        raise NotAllowed(f"{text}: pass an array that can be written to, or out=None for a new one")
+
+
+def kind_of_read_only(target: object) -> str:
+    """Return what ``target`` is, in words, for an error that says that it cannot be written to."""
+    return "a JAX array, which is immutable" if _is_jax(target) else f"a {type(target).__name__} that is read-only"
 
 
 def contiguous_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -144,8 +150,44 @@ def is_cupy(value: object) -> bool:
     return _is_cupy(value)
 
 
+def is_parameter(value: object) -> bool:
+    """Whether ``value`` is a parameter of a torch module."""
+    return _belongs_to(value, "torch.nn", "Parameter")
+
+
+def elements_at(value: Any) -> tuple[Any, ...] | None:
+    """Return where the elements of a dense torch tensor lie: equal for tensors that have the same elements. None for
+    a tensor without elements, and for any other value."""
+    if not _is_torch(value) or value.layout != sys.modules["torch"].strided or value.numel() == 0:
+        return None
+    return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+
+
+def check_unmasked(value: object) -> None:
+    """Raise NotAllowed if ``value`` is a masked array of NumPy: its elements mean nothing without the mask."""
+    if _belongs_to(value, "numpy.ma", "MaskedArray"):
+        raise NotAllowed(
+            "a masked array would lose its mask: pass array.filled(0), with a number of your choice, or array.data if "
+            "the mask does not matter"
+        )
+
+
+def _readable(value: object) -> np.ndarray[Any, Any]:
+    """The array of ``_host_array``. Errors of other libraries become NotAllowed."""
+    try:
+        return _host_array(value)
+    except (KvdError, MemoryError):
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        kind = f"a torch {type(value).__name__}" if _is_torch(value) else f"a {type(value).__name__}"
+        raise NotAllowed(f"{kind} cannot be read as an array ({reason:.200})") from error
+
+
 def _host_array(value: object) -> np.ndarray[Any, Any]:
     if isinstance(value, np.ndarray | np.generic):
+        if type(value) is not np.ndarray:
+            check_unmasked(value)
         return np.asarray(value)
     if isinstance(value, bool | int | float | list | tuple):
         return _from_numbers(value)
@@ -157,13 +199,17 @@ def _host_array(value: object) -> np.ndarray[Any, Any]:
         array = read(value)
         if array is not None:
             return array
+    kind = "None" if value is None else f"a {type(value).__name__}"
+    hint = " (the gradient of a parameter that took no part in the loss is None)" if value is None else ""
     raise NotAllowed(
-        f"a {type(value).__name__} is no array: pass something with DLPack or the buffer protocol, such as a NumPy, "
+        f"{kind} is no array{hint}: pass something with DLPack or the buffer protocol, such as a NumPy, "
         "torch, JAX or CuPy array; memory on a GPU that is none of these has to be copied to the host first"
     )
 
 
 def _from_numbers(value: object) -> np.ndarray[Any, Any]:
+    if isinstance(value, list | tuple):
+        _check_all_unmasked(value)
     try:
         array = np.asarray(value)
     except TypeError as error:
@@ -174,6 +220,14 @@ def _from_numbers(value: object) -> np.ndarray[Any, Any]:
     if array.dtype == np.float64 and _only_python_numbers(value):
         return array.astype(np.float32)
     return array
+
+
+def _check_all_unmasked(values: list[Any] | tuple[Any, ...]) -> None:
+    for value in values:
+        if isinstance(value, list | tuple):
+            _check_all_unmasked(value)
+        else:
+            check_unmasked(value)
 
 
 def _only_python_numbers(value: object) -> bool:
@@ -202,12 +256,7 @@ def _from_dlpack(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _from_protocol(value: Any) -> np.ndarray[Any, Any] | None:
-    if not hasattr(value, "__array__"):
-        return None
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    return np.asarray(value) if hasattr(value, "__array__") else None
 
 
 def _shares_memory(target: object) -> bool:
@@ -240,11 +289,24 @@ def _tensor(value: object) -> Any:
 
 
 def _is_plain_memory(tensor: Any) -> bool:
-    """Whether the memory of a tensor holds its elements: it is on the host, with no negation left to be done."""
+    """Whether the memory of a tensor holds its elements: it is on the host, with no negation left to be done. Raises
+    NotAllowed if it has no memory of its elements yet."""
+    _check_initialized(tensor)
     return tensor.device.type == "cpu" and not tensor.is_neg() and not tensor.is_conj()
 
 
+def _check_initialized(tensor: Any) -> None:
+    if sys.modules["torch"].nn.parameter.is_lazy(tensor):
+        raise NotAllowed(
+            f"a torch {type(tensor).__name__} of a lazy module has no shape yet: call the module once on a batch, then "
+            "init, push and pull its parameters"
+        )
+
+
 def _check_dense(tensor: Any) -> None:
+    _check_initialized(tensor)
+    if tensor.is_nested:
+        raise NotAllowed("a nested torch tensor is no dense array: pass its parts under keys of their own, or padded")
     if tensor.layout != sys.modules["torch"].strided:
         raise NotAllowed(f"a torch tensor of layout {tensor.layout} is no dense array: pass tensor.to_dense()")
 
@@ -253,7 +315,7 @@ def _from_torch(tensor: Any) -> np.ndarray[Any, Any]:
     torch = sys.modules["torch"]
     _check_dense(tensor)
     if tensor.device.type == "meta":
-        raise NotAllowed("a torch tensor on the device meta has no elements")
+        raise NotAllowed("a torch tensor on the device meta has no elements: give it memory, with module.to_empty()")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if plain.dtype == torch.bfloat16:  # unknown to NumPy itself: taken over as bits
         return np.asarray(plain.view(torch.int16).numpy()).view(BFLOAT16)

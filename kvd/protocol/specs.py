@@ -133,19 +133,24 @@ class KeySpec:
     def slice_nbytes(self, index: int) -> int:
         return self.span(index)[1]
 
-    def check_same(self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False) -> None:
+    def check_same(
+        self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False, what: str = "value"
+    ) -> None:
         """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
         one of the two is a table, or they are tables with different initializers or rows to keep.
 
         Args:
-            cast: one floating dtype in place of another fits.
+            cast: one floating dtype instead of another fits.
+            what: "value", or "out" if `other` is that of an array that the value is to be written to.
         """
         if self.table is not None or other.table is not None:
             self._check_same_table(other, key, node)
         if other.shape != self.shape:
             raise ShapeMismatch(
-                f"key {key!r} has shape {self.shape}, the given value has {other.shape}: reshape the value, "
-                f"or use another key for it",
+                f"key {key!r} has shape {self.shape}, the given {what} has {other.shape}: "
+                + (
+                    "reshape the value, or use another key for it" if what == "value" else "pass one of the key's shape"
+                ),
                 key=key,
                 node=node,
             )
@@ -154,8 +159,8 @@ class KeySpec:
             if cast and floats:
                 return
             raise DtypeMismatch(
-                f"key {key!r} has dtype {self.dtype}, the given value has {other.dtype}: "
-                f"cast it with astype({self.dtype!r})"
+                f"key {key!r} has dtype {self.dtype}, the given {what} has {other.dtype}: "
+                + (f"cast it with astype({self.dtype!r})" if what == "value" else "pass one of the key's dtype")
                 + (", or pass cast=True to push, pull or pushpull" if floats else ""),
                 key=key,
                 node=node,

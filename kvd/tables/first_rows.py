@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvd.compute.tensors import as_array
-from kvd.errors import ShapeMismatch
+from kvd.errors import RemoteError, ShapeMismatch
 from kvd.protocol.specs import padded
 from kvd.tables.description import RowSparse
 from kvd.tables.duplicates import added_up
@@ -31,7 +31,11 @@ def first_rows(table: RowSparse, key: str | int) -> StoredRows | None:
     if values is None:
         return None
     if not is_row_sparse(values) and not _are_pairs(values):
-        whole = as_array(values)
+        try:
+            whole = as_array(values)
+        except RemoteError as error:
+            error.name_key(key)
+            raise
         if table.rows is not None and whole.shape != (shape := (table.rows, *table.row_shape)):
             text = f"table {key!r} has the shape {shape}, and the values that it is to begin with {whole.shape}: "
             raise ShapeMismatch(f"{text}give all its rows, or some of them as kvd.RowSparseArray(ids, rows)", key=key)

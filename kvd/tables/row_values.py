@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvd.compute.tensors import as_array, dtype_name, is_torch
-from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
+from kvd.compute.tensors import as_array, check_unmasked, dtype_name, is_torch
+from kvd.errors import DtypeMismatch, NotAllowed, RemoteError, ShapeMismatch
 from kvd.optimizer.fields import shown
 from kvd.tables.description import RowSparse
 
@@ -77,7 +77,11 @@ def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False
         return parts[0] if len(parts) == 1 else _joined(parts)
     given_ids, given_rows = _parted(key, value)
     ids = row_ids(table, key, given_ids)
-    rows = as_array(given_rows)
+    try:
+        rows = as_array(given_rows)
+    except RemoteError as error:
+        error.name_key(key)
+        raise
     if rows.shape != (len(ids), *table.row_shape):
         text = f"key {key!r} is a table: its {len(ids)} row ids need rows of shape {(len(ids), *table.row_shape)}, "
         raise ShapeMismatch(f"{text}the given rows have {rows.shape}", key=key)
@@ -119,7 +123,16 @@ def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
 def _integers(key: str | int, value: Any) -> Array:
     if isinstance(value, list | tuple) and not value:
         return np.zeros(0, np.int64)
+    try:
+        return _all_integers(key, value)
+    except RemoteError as error:
+        error.name_key(key)
+        raise
+
+
+def _all_integers(key: str | int, value: Any) -> Array:
     if isinstance(value, list | tuple | np.ndarray):  # such as uint64, which no key can have
+        check_unmasked(value)
         try:
             ids = np.asarray(value)
         except (TypeError, ValueError, OverflowError):

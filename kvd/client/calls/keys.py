@@ -63,6 +63,14 @@ class KeyList(NamedTuple):
         """How many values go with the keys."""
         return len(self.names if self.places is None else self.places)
 
+    def key(self, name: str) -> str | int:
+        """The key of this name as the program wrote it."""
+        return self.written.get(name, name)
+
+    def at(self, place: int) -> str | int:
+        """The key at this place of the program's list."""
+        return self.key(self.names[place if self.places is None else self.places[place]])
+
     def by_name(self, entries: Sequence[T]) -> list[list[T]]:
         """The entries of a list, one per place, as a list per name."""
         found: list[list[T]] = [[] for _ in self.names]
@@ -79,7 +87,7 @@ class KeyList(NamedTuple):
         """Raises NotAllowed if a key is in the list twice: `call` gives each one value."""
         if self.places is not None:
             twice = sorted({self.names[place] for place in self.places if self.places.count(place) > 1})
-            shown = ", ".join(repr(self.written.get(name, name)) for name in twice)
+            shown = ", ".join(repr(self.key(name)) for name in twice)
             raise NotAllowed(f"the list names {shown} more than once: {call} takes one value for each key")
 
 
@@ -88,7 +96,13 @@ def key_list(key: object) -> KeyList:
     if not isinstance(key, list | tuple):
         name = key_name(key)
         return KeyList([name], False) if isinstance(key, str) else KeyList([name], False, None, {name: int(name)})
-    names = [key_name(entry) for entry in key]
+    names = []
+    for place, entry in enumerate(key):
+        try:
+            names.append(key_name(entry))
+        except NotAllowed as error:
+            error.args = (f"{error.args[0]} (entry {place} of the list of keys)", *error.args[1:])
+            raise
     written = {name: int(name) for name, entry in zip(names, key, strict=True) if not isinstance(entry, str)}
     if len(set(names)) == len(names):
         return KeyList(names, True, None, written)

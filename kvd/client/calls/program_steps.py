@@ -81,6 +81,11 @@ class ProgramSteps:
             self._has_pushed_outside |= is_wanted and not self._loops.is_inside
         return is_wanted
 
+    def untake_pushes(self, names: Collection[str]) -> None:
+        """What `take_pushes` let through was refused before it left this process: the step has yet to push it."""
+        with self._lock:
+            self._loops.give_back(names)
+
     def take_broadcasts(self, names: Collection[str]) -> Replay:
         """See `StepLoops.take_broadcasts`."""
         with self._lock:

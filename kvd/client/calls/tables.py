@@ -9,7 +9,17 @@ import numpy as np
 
 from kvd.client.calls.checks import whole
 from kvd.client.calls.keys import KeyList
-from kvd.client.calls.values import Array, Target, fresh_target, on_devices, paired, spec_of, target_of
+from kvd.client.calls.values import (
+    Array,
+    Target,
+    check_apart,
+    fresh_target,
+    of_each,
+    on_devices,
+    paired,
+    spec_of,
+    target_of,
+)
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
 from kvd.protocol.specs import MAX_SLICE_BYTES, no_table_text, table_text
 from kvd.tables.description import RowSparse
@@ -34,12 +44,15 @@ class Parted(NamedTuple):
 def parted(keys: KeyList, value: Any, is_table: Callable[[str], bool]) -> Parted:
     """Tables are the keys that are known as such, or whose value can only be one for a table."""
     result = Parted([], [], [])
-    for name, entries in zip(keys.names, keys.by_name(paired(keys, value, "values")), strict=True):
+
+    def sort(name: str, entries: list[Any]) -> None:
         if is_table(name) or any(map(is_for_table, entries)):
             result.tables.append((name, entries[0] if len(entries) == 1 else _one_after_the_other(entries)))
         else:
             result.names.append(name)
             result.values.append(entries[0] if len(entries) == 1 else on_devices(entries))
+
+    of_each(keys, keys.by_name(paired(keys, value, "values")), sort)
     return result
 
 
@@ -139,18 +152,22 @@ def wanted_rows(
         written: the key as the program writes it.
 
     Raises:
-        NotAllowed: there are not as many lists of row ids, or of `out`, as keys; or a table has no such row.
+        NotAllowed: there are not as many lists of row ids, or of `out`, as keys; a table has no such row; or arrays of
+            `out` share memory.
         ShapeMismatch, DtypeMismatch: row ids are none, or an `out` does not fit.
     """
     many_ids = paired(keys, ids, "lists of row ids")
     outs = [None] * len(many_ids) if out is None else paired(keys, out, "outs")
-    places = range(len(keys.names)) if keys.places is None else keys.places
-    found = []
-    for place, entry, target in zip(places, many_ids, outs, strict=True):
-        name = keys.names[place]
+    at_places = KeyList([str(keys.at(place)) for place in range(keys.size)], keys.many, None, keys.written)
+
+    def find(name: str, given: tuple[Any, Any]) -> WantedRows:
         table, key = table_of(name), written(name)
-        wanted = row_ids(table, key, entry)
-        found.append(WantedRows(name, wanted, rows_target(table, key, len(wanted), target)))
+        wanted = row_ids(table, key, given[0])
+        return WantedRows(name, wanted, rows_target(table, key, len(wanted), given[1]))
+
+    found = of_each(at_places, list(zip(many_ids, outs, strict=True)), find)
+    if out is not None:
+        check_apart(at_places, [wanted.target.memories for wanted in found])
     return found
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.promise import Promise
-from kvd.errors import KvdError
+from kvd.errors import KvdError, RemoteError
 
 MOST_KEPT = 4096  # failed calls
 MOST_NOTES = 20  # with one error
@@ -40,11 +40,19 @@ class UnobservedErrors:
         with self._lock:
             self._take_all()
 
-    def watch(self, names: Sequence[str], handle: Handle) -> Handle:
-        """Keeps the error of the call on these keys, if it fails, until its handle or a later call raises it."""
+    def watch(
+        self, names: Sequence[str], handle: Handle, refused: Callable[[Sequence[str]], None] | None = None
+    ) -> Handle:
+        """Keeps the error of the call on these keys, if it fails, until its handle or a later call raises it.
+
+        Args:
+            refused: called with the keys if the call did not leave this process, since something is wrong with it.
+        """
 
         def failed(promise: Promise) -> None:
             error = promise.exception()
+            if refused is not None and isinstance(error, RemoteError) and not error.node:
+                refused(names)
             if isinstance(error, KvdError):
                 handle.release_result()
                 self._keep(frozenset(names), handle, error)

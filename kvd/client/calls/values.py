@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from kvd.client.calls.keys import KeyList
 from kvd.compute.arrays import sum_devices, summed_on_gpu
+from kvd.compute.overlap import device_memory, first_overlap, overlaps_itself
 from kvd.compute.tensors import (
     as_array,
     contiguous_bytes,
     dtype_name,
+    elements_at,
     is_cupy,
+    is_parameter,
     is_torch,
+    kind_of_read_only,
     named_dtype,
     writable_view,
     write_back,
 )
-from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
+from kvd.errors import DtypeMismatch, NotAllowed, RemoteError, ShapeMismatch
 from kvd.protocol.specs import MAX_DIMENSIONS, MAX_KEY_NBYTES, KeySpec
 
+T = TypeVar("T")
 Array: TypeAlias = np.ndarray[Any, Any]
 
 BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
@@ -37,11 +42,18 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a pulled value goes: memory for its bytes, and what to do when they have arrived."""
+    """Where a pulled value goes.
+
+    Attributes:
+        data: memory for its bytes.
+        finish: what to do when they have arrived.
+        memories: the memory of each array of the program that is written to.
+    """
 
     data: Array
     spec: KeySpec
     finish: Callable[[], Any]
+    memories: Sequence[Array] = ()
 
 
 def paired(keys: KeyList, values: Any, what: str) -> list[Any]:
@@ -49,9 +61,37 @@ def paired(keys: KeyList, values: Any, what: str) -> list[Any]:
     if not keys.many:
         return [values]
     if not isinstance(values, list | tuple) or len(values) != keys.size:
-        count = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__}, not a list"
-        raise NotAllowed(f"a list of keys needs as many {what} in a list: {keys.size}, got {count}")
+        raise _count_error(keys, values, what)
     return list(values)
+
+
+def _count_error(keys: KeyList, values: Any, what: str) -> NotAllowed:
+    """The error of a call with another number of values than keys. It names the first key that has none."""
+    if not isinstance(values, list | tuple):
+        count, key = f"a {type(values).__name__}, not a list", keys.at(0) if keys.size else ""
+    elif len(values) < keys.size:
+        key = keys.at(len(values))
+        count = f"{len(values)}, none for {key!r}"
+    else:
+        count, key = str(len(values)), keys.at(-1) if keys.size else ""
+        count += f", {len(values) - keys.size} more behind that of {key!r}" if keys.size else ""
+    return NotAllowed(f"a list of keys needs as many {what} in a list: {keys.size}, got {count}", key=key)
+
+
+def of_each(keys: KeyList, entries: Sequence[Any], work: Callable[[str, Any], T]) -> list[T]:
+    """The results of `work` for the name and the entry of each key, one per name.
+
+    Raises:
+        What `work` raises; an error that has no key names this one.
+    """
+    results = []
+    for name, entry in zip(keys.names, entries, strict=True):
+        try:
+            results.append(work(name, entry))
+        except RemoteError as error:
+            error.name_key(keys.key(name))
+            raise
+    return results
 
 
 def values_by_name(keys: KeyList, value: Any) -> list[Any]:
@@ -59,18 +99,77 @@ def values_by_name(keys: KeyList, value: Any) -> list[Any]:
     values = paired(keys, value, "values")
     if keys.places is None:
         return values
-    return [entries[0] if len(entries) == 1 else on_devices(entries) for entries in keys.by_name(values)]
+    return of_each(keys, keys.by_name(values), lambda _, entries: _one_or_on_devices(entries))
 
 
-def targets_by_name(keys: KeyList, out: Any, slice_bytes: int) -> list[Target]:
-    """The memory to write each key to, one per name. Each `out` of a key that is in the list twice gets its value."""
-    outs = paired(keys, out, "outs")
-    if keys.places is None:
-        return [target_of(entry, slice_bytes) for entry in outs]
-    return [
-        target_of(entries[0], slice_bytes) if len(entries) == 1 else target_of(on_devices(entries), slice_bytes)
-        for entries in keys.by_name(outs)
-    ]
+def targets_by_name(keys: KeyList, out: Any, slice_bytes: int, *, in_place: str = "") -> list[Target]:
+    """The memory to write each key to, one per name. Each `out` of a key that is in the list twice gets its value.
+
+    Args:
+        in_place: the name of a call that has no `out`, and writes into its values: those are `out` here.
+
+    Raises:
+        NotAllowed: an array cannot be written to, or shares memory with another one.
+        ShapeMismatch, DtypeMismatch: the arrays of a key disagree, or no key can have their dtype.
+    """
+    outs: Sequence[Any] = paired(keys, out, "values" if in_place else "outs")
+    if keys.places is not None:
+        outs = of_each(keys, keys.by_name(outs), lambda _, entries: _one_or_on_devices(entries))
+    targets = of_each(keys, outs, lambda _, entry: target_of(entry, slice_bytes, in_place=in_place))
+    check_apart(keys, [target.memories for target in targets])
+    return targets
+
+
+def check_apart(keys: KeyList, memories: Sequence[Sequence[Array]]) -> None:
+    """Raises NotAllowed if two arrays that a call writes to share memory: a value in one would destroy that in the
+    other.
+
+    Args:
+        memories: those of each key's arrays, one list per name.
+    """
+    if len(memories) == 1 and len(memories[0]) == 1:
+        return
+    flat = [memory for entries in memories for memory in entries]
+    overlap = first_overlap(flat)
+    if overlap is None:
+        return
+    owners = [keys.key(name) for name, entries in zip(keys.names, memories, strict=True) for _ in entries]
+    first, second = (owners[place] for place in overlap)
+    if first == second:
+        text = f"two of the arrays that the value of key {first!r} is to be written to share memory"
+        raise NotAllowed(f"{text}: pass arrays that are apart, such as copies", key=first)
+    raise NotAllowed(
+        f"the arrays that the values of keys {first!r} and {second!r} are to be written to share memory, so one value "
+        f"would destroy the other: give each key an array of its own; if the keys are two names of one tensor (tied "
+        f"weights), leave {second!r} out",
+        key=first,
+    )
+
+
+def check_not_tied(keys: KeyList, values: Sequence[Any]) -> None:
+    """Raises NotAllowed if two keys are to be made of one torch tensor under two names, as `state_dict()` has tied
+    weights: a program would push the one name, and pull the other, which never changes.
+
+    One and the same tensor for several keys is allowed, if it is no parameter: that is how programs give many keys
+    their zeros.
+
+    Args:
+        values: one per name.
+    """
+    seen: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    for name, value in zip(keys.names, values, strict=True):
+        elements = elements_at(value)
+        if elements is None:
+            continue
+        first, other = seen.setdefault(elements, (name, value))
+        if first != name and (other is not value or is_parameter(value)):
+            one, two = keys.key(first), keys.key(name)
+            raise NotAllowed(
+                f"keys {one!r} and {two!r} are two names of one tensor (tied weights), which would become two values "
+                f"that drift apart: leave {two!r} out, as module.named_parameters() does; two keys that begin with "
+                f"the same values need a copy, tensor.clone()",
+                key=two,
+            )
 
 
 def pulled_values(keys: KeyList, targets: Sequence[Target], out: Any) -> Any:
@@ -94,10 +193,30 @@ def in_places(keys: KeyList, arrays: Sequence[Array], *, shared: bool = False) -
     return list(arrays) if keys.many else arrays[0]
 
 
-def check_alike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Target]) -> None:
-    """Raises ShapeMismatch or DtypeMismatch unless what is pulled goes into what is pushed."""
+class Unlike(NamedTuple):
+    """A value and an `out` of one key that cannot both be right. The spec of the key says which is wrong.
+
+    Attributes:
+        cast: another floating dtype fits.
+    """
+
+    name: str
+    value: KeySpec
+    out: KeySpec
+    cast: bool = False
+
+    def check(self, spec: KeySpec) -> None:
+        """Raises ShapeMismatch or DtypeMismatch, about the value or about the `out`, unless both fit this spec."""
+        spec.check_same(self.value, self.name, cast=self.cast)
+        spec.check_same(self.out, self.name, cast=self.cast, what="out")
+
+
+def first_unlike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Target]) -> Unlike | None:
+    """The first key of which what is pulled does not go into what is pushed; None: they all fit."""
     for name, source, target in zip(keys.names, sources, targets, strict=True):
-        source.spec.check_same(target.spec, keys.written.get(name, name))
+        if source.spec.shape != target.spec.shape or source.spec.dtype != target.spec.dtype:
+            return Unlike(name, source.spec, target.spec)
+    return None
 
 
 def on_devices(entries: Sequence[Any]) -> list[Any]:
@@ -109,8 +228,13 @@ def on_devices(entries: Sequence[Any]) -> list[Any]:
     ]
 
 
+def _one_or_on_devices(entries: Sequence[Any]) -> Any:
+    """The value of a key that is in a list once, or its arrays if it is there several times."""
+    return entries[0] if len(entries) == 1 else on_devices(entries)
+
+
 def _array_like(value: Any) -> Any:
-    return value if hasattr(value, "shape") and not isinstance(value, np.generic) else as_array(value)
+    return value if _has_shape(value) else as_array(value)
 
 
 def new_memory(nbytes: int) -> Array:
@@ -182,29 +306,33 @@ def spec_of(dtype: np.dtype[Any], shape: tuple[int, ...], slice_bytes: int) -> K
     return spec
 
 
-def target_of(out: Any, slice_bytes: int) -> Target:
+def target_of(out: Any, slice_bytes: int, *, in_place: str = "") -> Target:
     """The memory to pull into: the array's own if that is contiguous memory of this host, otherwise a buffer that is
     written back.
 
     A list holds one array per device: each gets the value.
 
+    Args:
+        in_place: as in `targets_by_name`.
+
     Raises:
-        NotAllowed: an array cannot be written to.
+        NotAllowed: an array cannot be written to, or several of its elements lie at the same place.
         ShapeMismatch, DtypeMismatch: they disagree, or no key can have their dtype.
     """
     if type(out) is np.ndarray and out.flags.carray and out.dtype.isnative:  # by far the most common
         spec = spec_of(out.dtype, out.shape, slice_bytes)
-        return Target(out.ravel().view(BYTE), spec, lambda: out)
+        data: Array = out.ravel().view(BYTE)
+        return Target(data, spec, lambda: out, (data,))
     outs = list(out) if isinstance(out, list | tuple) and _is_device_list(out) else [out]
-    views = [checked_out(entry) for entry in outs]  # before anything is sent
-    array = views[0]
-    for device, other in enumerate(views):
+    checked = [checked_out(entry, in_place) for entry in outs]  # before anything is sent
+    array, memory = checked[0]
+    for device, (other, _) in enumerate(checked):
         if other.shape != array.shape:
             raise ShapeMismatch(f"the out of device {device} has shape {other.shape}, that of device 0 {array.shape}")
         if other.dtype != array.dtype:
             raise DtypeMismatch(f"the out of device {device} has dtype {other.dtype}, that of device 0 {array.dtype}")
     spec = spec_of(array.dtype, array.shape, slice_bytes)
-    direct = not _is_foreign(outs[0]) and writable_view(outs[0]) is not None and array.flags.c_contiguous
+    direct = array is memory and array.flags.c_contiguous
     value = array if direct else np.empty(array.shape, array.dtype)
     rest = outs[1:] if direct else outs
 
@@ -213,7 +341,7 @@ def target_of(out: Any, slice_bytes: int) -> Target:
             fill(other, value)
         return out
 
-    return Target(value.reshape(-1).view(BYTE), spec, finish)
+    return Target(value.reshape(-1).view(BYTE), spec, finish, [memory for _, memory in checked])
 
 
 def _is_foreign(out: Any) -> bool:
@@ -229,21 +357,65 @@ def fill(out: Any, value: Array) -> None:
         write_back(out, value)
 
 
-def checked_out(out: Any) -> Array:
-    """The memory of an `out`, or an array of the same shape and dtype. Raises NotAllowed if it is read-only."""
-    if isinstance(out, np.generic | int | float | list | tuple):
-        kind = "a list of numbers" if isinstance(out, list | tuple) else f"a number ({type(out).__name__})"
-        raise NotAllowed(f"out is {kind}, into which no value can be written: pass an array, or a list of arrays")
-    if _is_foreign(out) and out.flags.writeable:
-        return as_array(out)
-    view = None if _is_foreign(out) else writable_view(out)
-    if view is None:
-        view = as_array(out)
-        if _is_foreign(out):
-            raise NotAllowed("out is an array that is read-only: pass one that can be written to, or out=None")
-        if not (is_torch(out) or is_cupy(out)):
-            write_back(out, view)  # raises
-    return view
+class CheckedOut(NamedTuple):
+    """An `out` of the program: on the host, and the memory that is written to, which is the same array if it lies
+    there as it is."""
+
+    array: Array
+    memory: Array
+
+
+def checked_out(out: Any, in_place: str = "") -> CheckedOut:
+    """The memory of an `out`, and its elements on the host.
+
+    Args:
+        in_place: as in `targets_by_name`.
+
+    Raises:
+        NotAllowed: it cannot be written to, or several of its elements lie at the same place.
+        DtypeMismatch: no key can have its dtype.
+    """
+    checked = _writable(out)
+    if checked is None:
+        raise _read_only_error(out, in_place)
+    if overlaps_itself(checked.memory):
+        what = f"the value, into which {in_place} writes," if in_place else "out"
+        raise NotAllowed(
+            f"{what} has several elements at the same place in memory, as an expanded or broadcast array has: pass a "
+            f"copy, such as tensor.clone() or np.array(array)"
+        )
+    return checked
+
+
+def _writable(out: Any) -> CheckedOut | None:
+    """None: no value can be written into this."""
+    if _is_foreign(out):
+        return CheckedOut(as_array(out), out) if out.flags.writeable else None
+    view = writable_view(out)
+    if view is not None:
+        return CheckedOut(view, view)
+    is_array = not isinstance(out, np.generic | bool | int | float | list | tuple)
+    array = as_array(out) if is_array else None  # raises if it is no array at all
+    return CheckedOut(array, device_memory(out)) if array is not None and (is_torch(out) or is_cupy(out)) else None
+
+
+def _read_only_error(out: Any, in_place: str) -> NotAllowed:
+    """The error of an `out` that no value can be written into."""
+    if isinstance(out, np.generic | bool | int | float):
+        kind = f"a number ({type(out).__name__})"
+    elif isinstance(out, list | tuple):
+        kind = "a list of numbers"
+    else:
+        kind = kind_of_read_only(out)
+    if in_place == "pushpull":
+        return NotAllowed(
+            f"without out=, pushpull writes the result into the value, which is {kind}: pass out=, an array for the "
+            f"result, or copy=False for a new one"
+        )
+    if in_place:
+        text = f"without out=, {in_place} writes the result into the value, which is {kind}"
+        return NotAllowed(f"{text}: pass out=, an array for the result")
+    return NotAllowed(f"out is {kind}: pass an array that can be written to, or out=None for a new one")
 
 
 def fresh_target(spec: KeySpec) -> Target:
@@ -260,4 +432,12 @@ def read_only(array: Array) -> Array:
 
 def _is_device_list(value: Sequence[Any]) -> bool:
     """Whether a list holds arrays, one per device, not numbers."""
-    return len(value) > 0 and all(hasattr(entry, "shape") and not isinstance(entry, np.generic) for entry in value)
+    return len(value) > 0 and all(map(_has_shape, value))
+
+
+def _has_shape(value: Any) -> bool:
+    """Whether a value is an array, not a number."""
+    try:
+        return hasattr(value, "shape") and not isinstance(value, np.generic)
+    except Exception:  # noqa: BLE001  a shape that cannot be read, such as that of a lazy parameter or a nested tensor
+        return True

@@ -7,14 +7,29 @@ from typing import Any
 
 import numpy as np
 
+from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.memory_budget import MemoryBudget, Reservation
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Source, Target, copy_of, source_of, targets_by_name, values_by_name
+from kvd.client.calls.values import (
+    Array,
+    Source,
+    Target,
+    Unlike,
+    check_not_tied,
+    copy_of,
+    of_each,
+    source_of,
+    targets_by_name,
+    values_by_name,
+)
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import Compressing, Room
 from kvd.client.cluster.engine import Engine
+from kvd.core import requests
 from kvd.core.requests import Item
+from kvd.core.worker.transfer import say_unpushed
+from kvd.errors import KeyNotFound, RemoteError
 from kvd.tables.description import RowSparse
 from kvd.tables.first_rows import RowPages, first_rows, pages_of
 from kvd.tables.wire import spec_of_table
@@ -65,13 +80,16 @@ class Arguments:
         Args:
             rows: of the tables of the same push, which count as well.
         """
-        sources, copies = [], list(rows)
-        for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
+        copies = list(rows)
+
+        def read(name: str, entry: Any) -> Source:
             source = self._bound.source(name, entry, self._slice_bytes)
             if source is None:
                 source = source_of(entry, self._slice_bytes, copy=copy, memory=self._engine.memory)
                 copies.append(source)
-            sources.append(source)
+            return source
+
+        sources = of_each(keys, values_by_name(keys, value), read)
         if copies and (copy or rows):
             self._budget.take(copies, reservation)
         return sources
@@ -95,10 +113,10 @@ class Arguments:
     ) -> tuple[list[Source], list[Room | None]]:
         """The same for values that are compressed: those with a room are to be encoded into it, and are no copies. The
         rooms count as copies do."""
-        sources: list[Source] = []
         rooms: list[Room | None] = []
         taken = list(rows)
-        for name, entry in zip(keys.names, values_by_name(keys, value), strict=True):
+
+        def read(name: str, entry: Any) -> Source:
             source = self._bound.source(name, entry, self._slice_bytes)
             is_bound = source is not None
             source = source or source_of(entry, self._slice_bytes, copy=False)
@@ -109,14 +127,40 @@ class Arguments:
             elif copy and not is_bound:
                 source = source_of(entry, self._slice_bytes, copy=True, memory=self._engine.memory)
                 taken.append(source)
-            sources.append(source)
+            return source
+
+        sources = of_each(keys, values_by_name(keys, value), read)
         if taken:
             self._budget.take(taken, reservation)
         return sources, rooms
 
+    def mismatch(self, unlike: Unlike, *, makes_key: bool = False) -> Handle:
+        """A call that fails with what is wrong: the value or the `out`, whichever does not fit the key.
+
+        Args:
+            makes_key: the call would make a key that does not exist, like its value.
+        """
+        return Handle(self._engine.run(self._compare(unlike, makes_key)))
+
+    async def _compare(self, unlike: Unlike, makes_key: bool) -> None:
+        try:
+            spec = await self._engine.call(requests.DescribeKey(unlike.name))
+        except KeyNotFound:
+            if not makes_key:
+                raise
+            spec = unlike.value
+        try:
+            unlike.check(spec)
+        except RemoteError as error:
+            say_unpushed(error, self._engine.machine.view)
+            raise
+
     def init_sources(self, keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
         """The values to init keys with: copies of them do not count against the budget."""
-        return [source_of(entry, self._slice_bytes, copy=copy) for entry in values_by_name(keys, value)]
+        values = values_by_name(keys, value)
+        sources = of_each(keys, values, lambda _, entry: source_of(entry, self._slice_bytes, copy=copy))
+        check_not_tied(keys, values)
+        return sources
 
     def given_sources(self, values: Sequence[Array]) -> list[Source]:
         """The bytes of arrays that the caller gives away. They count against the budget as copies do, one by one."""
@@ -143,6 +187,6 @@ class Arguments:
             name: pages_of(stored, parts, self._engine.memory) for name, stored in begun.items() if stored is not None
         }
 
-    def targets(self, keys: KeyList, out: Any) -> list[Target]:
-        """The memory to write to."""
-        return targets_by_name(keys, out, self._slice_bytes)
+    def targets(self, keys: KeyList, out: Any, *, in_place: str = "") -> list[Target]:
+        """The memory to write to, see `targets_by_name`."""
+        return targets_by_name(keys, out, self._slice_bytes, in_place=in_place)

@@ -13,7 +13,7 @@ from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.tables import check_whole
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import Array, Source, Target
+from kvd.client.calls.values import Array, Source, Target, first_unlike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.tables import ClusterTables
@@ -22,7 +22,8 @@ from kvd.core import requests
 from kvd.core.membership import in_words, name_of
 from kvd.core.requests import Item
 from kvd.core.worker.step_loops import Replay
-from kvd.errors import NodeLost, NotAllowed
+from kvd.core.worker.transfer import say_unpushed
+from kvd.errors import NodeLost, NotAllowed, RemoteError
 from kvd.protocol.messages import MemberState
 
 VIEW_PAUSE_S, VIEW_CHECKS = 0.01, 500
@@ -92,12 +93,21 @@ class ClusterAssignments:
         keys = self._arguments.named(key)
         keys.check_distinct("broadcast")
         check_whole(keys, value, "broadcast", self._tables.is_table)
-        names, out = keys.names, value if out is None else out
+        names, in_place = keys.names, "broadcast" if out is None else ""
+        out = value if out is None else out
         priority, _ = checks.priority_and_samples(priority)
-        targets = self._arguments.targets(keys, out)
         sources: list[Source] | None = None
-        if self._rank == 0:
-            sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)
+        try:
+            targets = self._arguments.targets(keys, out, in_place=in_place)
+            if self._rank == 0:
+                sources = self._arguments.sources(keys, value, copy=True, reservation=reservation)
+        except RemoteError as error:
+            say_unpushed(error, self._engine.machine.view)
+            raise
+        if sources is not None:
+            unlike = first_unlike(keys, sources, targets)
+            if unlike is not None:
+                return self._watched(names, self._arguments.mismatch(unlike, makes_key=True))
         self._check_place(names)
         replay = self._steps.take_broadcasts(names)
         written, read = self._steps.meeting("kvd:broadcast"), self._steps.meeting("kvd:broadcast read")

@@ -2,7 +2,8 @@
 
 What is looked at, each time and of each array, is all that a program may change in an array that it passes again: its
 type, dtype, shape, order in memory, and whether it can be written to. So it does not matter whether the arrays are the
-same objects, and none of them is kept. Where an array lies is asked when its bytes are moved.
+same objects, and none of them is kept. Those that are written to share no memory. Where an array lies is asked again
+when its bytes are moved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.calls.values import BYTE, Array, spec_of
+from kvd.compute.overlap import are_apart
 from kvd.core.requests import Item, ListedKeys
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
@@ -55,7 +57,7 @@ class ArrayForms:
         bound_changes: `BoundKeys.changes` when none of the keys was bound.
     """
 
-    __slots__ = ("_dtypes", "_shapes", "bound_changes", "keys")
+    __slots__ = ("_dtypes", "_shapes", "_sizes", "bound_changes", "keys")
 
     def __init__(self, names: Sequence[str], values: Sequence[Array], slice_bytes: int, bound_changes: int) -> None:
         """Of values that are as `are_plain` wants them.
@@ -67,24 +69,23 @@ class ArrayForms:
         self._shapes = list(map(_shape, values))
         specs = map(spec_of, self._dtypes, self._shapes, repeat(slice_bytes))
         self.keys = ListedKeys(names, list(specs))
+        self._sizes = np.array([spec.nbytes for spec in self.keys.specs], np.intp)
         self.bound_changes = bound_changes
 
     def fit(self, values: Sequence[Any], outs: Sequence[Any]) -> bool:
-        """Whether these are arrays of the same forms, `outs` such that can be written to; one per key."""
-        if outs is values:
-            return self._are_alike(outs) and all(map(_is_writable_too, outs))
+        """Whether these are arrays of the same forms, `outs` such that can be written to, and share no memory; one per
+        key."""
+        for arrays in (outs,) if outs is values else (values, outs):
+            if (
+                list(map(type, arrays)).count(np.ndarray) != len(self._dtypes)
+                or list(map(_dtype, arrays)) != self._dtypes
+                or list(map(_shape, arrays)) != self._shapes
+            ):
+                return False
         return (
-            self._are_alike(values)
-            and self._are_alike(outs)
-            and all(map(_is_contiguous, values))
-            and all(map(_is_writable_too, outs))
-        )
-
-    def _are_alike(self, arrays: Sequence[Any]) -> bool:
-        return (
-            list(map(type, arrays)).count(np.ndarray) == len(self._dtypes)
-            and list(map(_dtype, arrays)) == self._dtypes
-            and list(map(_shape, arrays)) == self._shapes
+            all(map(_is_writable_too, outs))
+            and (outs is values or all(map(_is_contiguous, values)))
+            and are_apart(outs, self._sizes)
         )
 
 

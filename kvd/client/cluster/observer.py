@@ -16,7 +16,7 @@ from kvd.client.calls.checks import command_body, command_head, seconds, whole
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.tables import no_table_error, table_error
-from kvd.client.calls.values import fresh_target, paired, target_of
+from kvd.client.calls.values import fresh_target, paired, targets_by_name
 from kvd.client.cluster.answers import answer_bytes, list_keys
 from kvd.client.cluster.cuts import Cuts
 from kvd.client.cluster.engine import Engine
@@ -193,8 +193,7 @@ class Observer:
         if out is None:
             targets = [fresh_target(spec) for spec in specs]
         else:
-            given = zip(named.by_name(paired(named, out, "outs")), specs, strict=True)
-            targets = [target_of(_one_or_all(entries), spec.slice_bytes) for entries, spec in given]
+            targets = targets_by_name(named, out, self._engine.machine.view.settings.slice_bytes)
         items = tuple(Item(name, target.spec, None, target.data) for name, target in zip(names, targets, strict=True))
         try:
             reached, versions = self._engine.run(self._read(items, step, deadline)).result()
@@ -372,8 +371,3 @@ class Observer:
 
 def _is_mixed(versions: requests.Versions) -> bool:
     return versions.oldest != versions.newest
-
-
-def _one_or_all(outs: Sequence[Any]) -> Any:
-    """The arrays that the value of one key goes to, as `target_of` takes them."""
-    return outs[0] if len(outs) == 1 else list(outs)

@@ -15,7 +15,7 @@ def pull_into(
     names: Sequence[str], targets: Sequence[Target], priority: int, takes: TakenForm | None = None
 ) -> Transfer:
     """Pulls the values into the targets; `takes`: the form in which they may come."""
-    items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+    items = tuple(Item(name, target.spec, None, target.data) for name, target in zip(names, targets, strict=True))
     return Transfer(items, push=False, pull=True, priority=priority, takes=takes)
 
 
@@ -35,7 +35,7 @@ def absence(names: Sequence[str], targets: Sequence[Target] | None, priority: in
     if targets is None:
         items = tuple(Item(name, None) for name in names)
     else:
-        items = tuple(Item(name, spec, None, data) for name, (data, spec, _) in zip(names, targets, strict=True))
+        items = tuple(Item(name, target.spec, None, target.data) for name, target in zip(names, targets, strict=True))
     return Transfer(items, push=True, pull=targets is not None, priority=priority, how=ABSENT, place=place)
 
 

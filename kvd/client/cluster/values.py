@@ -18,7 +18,7 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import BYTE, Array, Target, check_alike
+from kvd.client.calls.values import BYTE, Array, Target, first_unlike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
@@ -33,6 +33,7 @@ from kvd.client.cluster.tables import ClusterTables, PushedTable
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item, TakenForm
+from kvd.core.worker.transfer import say_unpushed
 from kvd.errors import RemoteError
 from kvd.protocol.messages import BIGGEST
 
@@ -70,6 +71,7 @@ class ClusterValues:
         self._unobserved = unobserved
         self._watched = unobserved.watch
         self._steps = steps
+        self._untake = steps.untake_pushes
         self._restored = restored
         self._rank = rank
         self._compression = compression
@@ -86,7 +88,7 @@ class ClusterValues:
         names, values, tables = parted(keys, value, lambda _: False)
         merges = own_merges(keys, merge)
         is_sent = self._rank == 0
-        sources = self._arguments.init_sources(KeyList(names, True), values, copy=is_sent)
+        sources = self._arguments.init_sources(KeyList(names, True, None, keys.written), values, copy=is_sent)
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
         sources += [self._arguments.new_table(description, merges.get(name, "")) for name, description in tables]
@@ -114,17 +116,19 @@ class ClusterValues:
         rows: Sequence[PushedTable] = ()
         whole = keys
         tables: list[tuple[str, Any]] = []
-        if not keys.many and self._tables.is_table(names[0]):  # by far the most common push of rows
-            whole, value, tables = NO_KEYS, (), [(names[0], value)]
-        elif self._tables.are_pushed(keys, value):
-            whole_names, value, tables = parted(keys, value, self._tables.is_table)
-            whole = KeyList(whole_names, True)
-        if tables:
-            try:
+        try:
+            if not keys.many and self._tables.is_table(names[0]):  # by far the most common push of rows
+                whole, value, tables = NO_KEYS, (), [(names[0], value)]
+            elif self._tables.are_pushed(keys, value):
+                whole_names, value, tables = parted(keys, value, self._tables.is_table)
+                whole = KeyList(whole_names, True, None, keys.written)
+            if tables:
                 rows = self._tables.rows(tables, cast=cast)
-            except RemoteError as error:
-                raise self._engine.written.restored(error) from None
-        pushed = self._pushed(whole, value, cast, copy=True, reservation=reservation, rows=rows)
+            pushed = self._pushed(whole, value, cast, copy=True, reservation=reservation, rows=rows)
+        except RemoteError as error:
+            say_unpushed(error, self._engine.machine.view)
+            self._engine.written.restored(error)
+            raise
         if not names:
             return Handle.of(None)
         if not self._steps.take_pushes(names):
@@ -141,7 +145,9 @@ class ClusterValues:
             sets_out=pushed.sets_out,
             some_rows=bool(rows),
         )
-        return self._watched(names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait))
+        return self._watched(
+            names, Handle(self._submit_push(transfer), nothing, "push", self._engine.wait), self._untake
+        )
 
     def _pushed(
         self,
@@ -213,6 +219,7 @@ class ClusterValues:
         cast: bool = False,
         view: bool = False,
     ) -> Handle:
+        in_place = "pushpull" if out is None else ""
         out = value if out is None else out
         has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
         may_be_plain = has_defaults and not (cast or view) and (not copy or type(key) is str)
@@ -226,19 +233,22 @@ class ClusterValues:
         keys = self._arguments.named(key)
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
-        check_whole(keys, value, "pushpull", self._tables.is_table)
-        outs = CastOuts(keys, out) if cast and not view else None
-        targets = [] if cast or view else self._arguments.targets(keys, out)
-        pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)
+        try:
+            check_whole(keys, value, "pushpull", self._tables.is_table)
+            outs = CastOuts(keys, out, in_place) if cast and not view else None
+            targets = [] if cast or view else self._arguments.targets(keys, out, in_place=in_place)
+            pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)
+        except RemoteError as error:
+            say_unpushed(error, self._engine.machine.view)
+            raise
         sources = pushed.sources
         if not names:
             return Handle.of([])
         places: Sequence[Any]
         finish: Callable[[Any], Any]
-        if outs is not None:
-            outs.check_shapes(sources)
-        elif not view:
-            check_alike(keys, sources, targets)
+        unlike = None if view else first_unlike(keys, sources, targets) if outs is None else outs.first_unlike(sources)
+        if unlike is not None:
+            return self._watched(names, self._arguments.mismatch(unlike))
         if not self._steps.take_pushes(names):
             if view or outs is not None:
                 return self._pull_fresh(keys, priority, outs, view=view)
@@ -264,7 +274,7 @@ class ClusterValues:
         reclaim = None if copy else partial(self._engine.take_back, [data for data, _ in sources])
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)
         self._plain.note(key, keys)
-        return self._watched(names, handle)
+        return self._watched(names, handle, self._untake)
 
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
@@ -289,7 +299,7 @@ class ClusterValues:
         if self._steps.take_pushes((name,)):
             handle = self._express.run(call, source, target, self._steps.place, priority)
             if handle is not None:
-                self._watched((name,), handle).wait()
+                self._watched((name,), handle, self._untake).wait()
         else:  # a step that is made again has pushed it before
             keys = KeyList([name], False)
             self._pull_into(keys, self._arguments.targets(keys, target), target, priority).wait()
@@ -307,7 +317,7 @@ class ClusterValues:
             return self._pull_again(names, out)
         handle = self._flights.begin(prepared, value, out, self._steps.place)
         if handle is not None:
-            return self._watched(names, handle)
+            return self._watched(names, handle, self._untake)
         item = prepared.route.item._replace(source=value.ravel().view(BYTE), target=out.ravel().view(BYTE))
         return self._submit_plain(PlainCall(names, (self._arguments.copied(item, reservation),)), out, copy=True)
 
@@ -342,7 +352,7 @@ class ClusterValues:
             self._engine.wait,
             None if copy else lambda: self._engine.take_back(call.sources()),
         )
-        return self._watched(names, handle)
+        return self._watched(names, handle, self._untake)
 
 
 def _given(pieces: NewValues, keys: KeyList, outs: CastOuts | None, _: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -120,9 +120,11 @@ class LocalKeys:
         except KvdError as error:
             raise self.written.restored(error) from None
 
-    def watched(self, names: list[str], work: Callable[[], Any]) -> Handle:
-        """The same; an unobserved error is raised by a later call."""
-        handle = self.unobserved.watch(names, self.answered(work))
+    def watched(
+        self, names: list[str], work: Callable[[], Any], refused: Callable[[Sequence[str]], None] | None = None
+    ) -> Handle:
+        """The same; an unobserved error is raised by a later call. `refused`: see `UnobservedErrors.watch`."""
+        handle = self.unobserved.watch(names, self.answered(work), refused)
         if self.unobserved:
             raise_at_exit(self.unobserved)
         return handle
@@ -174,13 +176,16 @@ class LocalKeys:
         self.entries.pop(name, None)
         self.tables.pop(name, None)
 
-    def matching(self, names: list[str], specs: list[KeySpec], *, cast: bool = False) -> list[Entry]:
+    def matching(
+        self, names: list[str], specs: list[KeySpec], *, cast: bool = False, what: str = "value"
+    ) -> list[Entry]:
         """The entries of these keys. Raises KeyNotFound, or ShapeMismatch or DtypeMismatch if a spec differs.
 
         Args:
             cast: another floating dtype fits.
+            what: see `KeySpec.check_same`.
         """
         entries = [self.entry(name) for name in names]
         for name, entry, spec in zip(names, entries, specs, strict=True):
-            entry.spec.check_same(spec, name, cast=cast)
+            entry.spec.check_same(spec, name, cast=cast, what=what)
         return entries

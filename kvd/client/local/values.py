@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from kvd.client.calls.values import (
     Array,
     Source,
     Target,
-    check_alike,
+    check_not_tied,
+    first_unlike,
     fresh_target,
     in_places,
+    of_each,
     pulled_values,
     read_only,
     source_of,
@@ -56,7 +58,9 @@ class LocalValues:
         keys.check_distinct("init")
         names, values, tables = parted(keys, value, lambda _: False)
         merges = own_merges(keys, merge)
-        sources = [source_of(entry, MAX_SLICE_BYTES, copy=True) for entry in values]
+        whole = KeyList(names, True, None, keys.written)
+        sources = _sources(whole, values, copy=True)
+        check_not_tied(whole, values)
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
         begun = {name: first_rows(description, self._keys.written.of(name)) for name, description in tables}
@@ -93,11 +97,14 @@ class LocalValues:
         sources = _sources(keys, value, copy=False)
         if not self._steps.take_pushes(keys.names):
             return Handle.of(None)
-        return self._keys.watched(keys.names, lambda: self._update(keys.names, sources, samples, cast))
+        return self._watched_push(keys, lambda: self._update(keys.names, sources, samples, cast))
+
+    def _watched_push(self, keys: KeyList, work: Callable[[], Any]) -> Handle:
+        return self._keys.watched(keys.names, work, self._steps.untake_pushes)
 
     def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
         names, values, tables = parted(keys, value, self._keys.is_table)
-        sources = [source_of(entry, MAX_SLICE_BYTES, copy=False) for entry in values]
+        sources = _sources(KeyList(names, True, None, keys.written), values, copy=False)
         rows = self._keys.at_once(lambda: self._tables.rows(tables, cast=cast))
         if not self._steps.take_pushes(keys.names):
             return Handle.of(None)
@@ -107,7 +114,7 @@ class LocalValues:
             self._update(names, sources, samples, cast)
             self._tables.push([name for name, _ in tables], rows, samples)
 
-        return self._keys.watched(keys.names, work)
+        return self._watched_push(keys, work)
 
     def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
         """All keys are checked before the first changes."""
@@ -136,7 +143,7 @@ class LocalValues:
         """Writes the values into the targets of `out` (None: new arrays), and gives the result of the call."""
         if targets is None:
             targets = [fresh_target(self._keys.entry(name).spec) for name in keys.names]
-        entries = self._keys.matching(keys.names, [target.spec for target in targets])
+        entries = self._keys.matching(keys.names, [target.spec for target in targets], what="out")
         for entry, target in zip(entries, targets, strict=True):
             np.copyto(target.data, contiguous_bytes(entry.value))
         return pulled_values(keys, targets, out)
@@ -164,23 +171,26 @@ class LocalValues:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
         check_whole(keys, value, "pushpull", self._keys.is_table)
+        in_place = "pushpull" if out is None else ""
         out = value if out is None else out
-        outs = CastOuts(keys, out) if cast and not view else None
-        targets, sources = [] if cast or view else _targets(keys, out), _sources(keys, value, copy=False)
-        if outs is not None:
-            outs.check_shapes(sources)
-        elif not view:
-            check_alike(keys, sources, targets)
+        outs = CastOuts(keys, out, in_place) if cast and not view else None
+        targets = [] if cast or view else _targets(keys, out, in_place)
+        sources = _sources(keys, value, copy=False)
         is_wanted = self._steps.take_pushes(keys.names)
 
         def work() -> Any:
+            entries = self._keys.matching(keys.names, [source.spec for source in sources], cast=cast)
+            if outs is not None:
+                outs.check([entry.spec for entry in entries])
+            elif not view:
+                self._keys.matching(keys.names, [target.spec for target in targets], what="out")
             if is_wanted:
                 self._update(keys.names, sources, samples, cast)
             if view:
                 return self._read_only(keys)
             return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
-        return self._keys.watched(keys.names, work)
+        return self._watched_push(keys, work)
 
     # ── the value of this worker replaces the stored one ──
 
@@ -189,11 +199,16 @@ class LocalValues:
         keys.check_distinct("broadcast")
         checks.priority_and_samples(priority)
         check_whole(keys, value, "broadcast", self._keys.is_table)
+        in_place = "broadcast" if out is None else ""
         out = value if out is None else out
-        targets, sources = _targets(keys, out), _sources(keys, value, copy=True)
+        targets, sources = _targets(keys, out, in_place), _sources(keys, value, copy=True)
         is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
+        unlike = first_unlike(keys, sources, targets)
 
         def work() -> Any:
+            if unlike is not None:
+                entry = self._keys.entries.get(unlike.name)
+                unlike.check(unlike.value if entry is None else entry.spec)
             if is_past:
                 self._make_missing(keys.names, sources)
             else:
@@ -263,8 +278,8 @@ class LocalValues:
 
 
 def _sources(keys: KeyList, value: Any, *, copy: bool) -> list[Source]:
-    return [source_of(entry, MAX_SLICE_BYTES, copy=copy) for entry in values_by_name(keys, value)]
+    return of_each(keys, values_by_name(keys, value), lambda _, entry: source_of(entry, MAX_SLICE_BYTES, copy=copy))
 
 
-def _targets(keys: KeyList, out: Any) -> list[Target]:
-    return targets_by_name(keys, out, MAX_SLICE_BYTES)
+def _targets(keys: KeyList, out: Any, in_place: str = "") -> list[Target]:
+    return targets_by_name(keys, out, MAX_SLICE_BYTES, in_place=in_place)

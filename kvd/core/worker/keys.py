@@ -142,18 +142,19 @@ class WorkerKey:
         self.partitions = tuple([view.partition_of(self.name, index) for index in range(spec.num_slices)])
         self.lineages = {partition: view.lineage_of(partition) for partition in sorted(set(self.partitions))}
 
-    def check_value(self, spec: KeySpec, *, cast: bool) -> None:
+    def check_value(self, spec: KeySpec, *, cast: bool, what: str = "value") -> None:
         """Compares a program's value with the key, and remembers that it fits as it is.
 
         Args:
             cast: it may have another floating dtype.
+            what: see `KeySpec.check_same`.
 
         Raises:
             ShapeMismatch, DtypeMismatch: the value is not like the key's.
             NotAllowed: one of the two is a table, or they are different tables.
         """
         assert self.spec is not None
-        self.spec.check_same(spec, self.name, cast=cast)
+        self.spec.check_same(spec, self.name, cast=cast, what=what)
         if not cast:
             self.checked_spec = spec
 

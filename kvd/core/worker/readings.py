@@ -83,7 +83,7 @@ class Readings:
         for key, item in zip(call.keys, read.items, strict=True):
             try:
                 if item.spec is not None:
-                    key.check_value(item.spec, cast=False)
+                    key.check_value(item.spec, cast=False, what="out")
             except (ShapeMismatch, DtypeMismatch) as error:
                 return error
         call.start()

@@ -37,6 +37,7 @@ from kvd.errors import (
     NotAllowed,
     Outcome,
     ProtocolError,
+    RemoteError,
     RequestTimeout,
     ShapeMismatch,
 )
@@ -57,6 +58,11 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import table_text
+
+UNPUSHED = (
+    "Nothing was sent, and the other workers still wait for this call: repeat it with values that fit (a push of zeros "
+    "adds nothing) before the next step, or each later push of this worker counts one round late"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +86,13 @@ class TransferProgress:
     is_untaken: bool = True  # so far no server has taken any of it
     counts: bool = True  # so far it counts in every slice
     error: KvdError | None = None  # the first
+
+
+def say_unpushed(error: RemoteError, view: ViewState) -> None:
+    """Add to the error of a push that was refused before it took its clock what that means for the rounds: the others
+    wait for this worker, and its next push counts in the round of the one that was refused."""
+    if view.is_sync and view.settings.num_workers > 1:
+        error.args = (f"{error.args[0]}. {UNPUSHED}", *error.args[1:])
 
 
 class Transfer:
@@ -195,8 +208,10 @@ class Transfer:
                     return NotAllowed(table_text(key.name), key=key.name)
             elif item.spec is not key.checked_spec:
                 try:
-                    key.check_value(item.spec, cast=transfer.cast)
+                    key.check_value(item.spec, cast=transfer.cast, what="value" if transfer.push else "out")
                 except (ShapeMismatch, DtypeMismatch, NotAllowed) as error:
+                    if transfer.push:
+                        say_unpushed(error, self._view)
                     return error
         return None
 
