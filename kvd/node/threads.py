@@ -227,7 +227,7 @@ class Awaited(Protocol):
 
 
 class Interrupt(Protocol):
-    """What may end the wait early: Ctrl-C."""
+    """What may end the wait early: a signal."""
 
     @property
     def came(self) -> bool: ...

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.testing.cluster import LocalCluster
 from tests.client.harness import CALLS, Pair, failed_workers, ones
 
@@ -92,22 +91,6 @@ def test_ctrl_c_never_leaves_the_machine_half_changed() -> None:
         assert clock > 5
         assert kv.pull("w").tolist() == [clock] * 4
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_is_held_back_and_then_raised() -> None:
-    turns = 0
-
-    def work() -> None:
-        nonlocal turns
-        with Uninterrupted(), Uninterrupted():
-            os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(1000):
-                turns += 1
-        turns = -1
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert turns == 1000
 
 
 def test_ctrl_c_while_the_store_waits_for_the_cluster() -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import uninterrupted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.errors import KvdError
 
@@ -47,6 +48,7 @@ def raise_at_exit(errors: UnobservedErrors) -> None:
     _errors.add(errors)
 
 
+@uninterrupted
 def _leave() -> None:
     """A program that ends well leaves like one that called close(); one that failed leaves at once.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from kvd.client.calls.checks import patience
+from kvd.client.calls.held_signals import uninterrupted
 from kvd.client.calls.promise import Promise
 from kvd.core.requests import UncountedVersions
 from kvd.errors import RequestTimeout
@@ -60,6 +61,7 @@ class Handle:
         promise.set_exception(error)
         return cls(promise)
 
+    @uninterrupted
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for the result.
 
@@ -84,13 +86,14 @@ class Handle:
         """Whether the call has ended, well or not."""
         return self._promise.done()
 
+    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that the call ended with, None if it ended well. Waits like `wait`."""
         error: BaseException | None = self._ask(self._promise.exception, timeout)
         return error
 
     def _ask(self, ask: Callable[[float | None], Any], timeout: float | None) -> Any:
-        """The answer of the promise. A caller that gives up, at the timeout or by Ctrl-C, has not seen the end."""
+        """The answer of the promise. A caller that gives up, at the timeout or by a signal, has not seen the end."""
         if timeout is not None:
             timeout = patience(timeout)
         self.claimed = True
@@ -127,6 +130,7 @@ class Handle:
             return True
         return not isinstance(self._promise.result(), UncountedVersions)
 
+    @uninterrupted
     def on_end(self, told: Callable[[Promise], None]) -> None:
         """Calls `told` when the call has ended, in the thread that ends it; at once if it has ended."""
         self._promise.on_end(told)
@@ -139,6 +143,7 @@ class Handle:
         """The call has failed, so it has no result: lets go of the arrays that it would have filled."""
         self._finish = None
 
+    @uninterrupted
     def __await__(self) -> Generator[Any, None, Any]:
         self.claimed = True
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from queue import SimpleQueue
 
+from kvd.client.calls.held_signals import signals, uninterrupted
 from kvd.client.calls.values import Array, Source
 from kvd.errors import RequestTimeout
 
@@ -40,7 +43,7 @@ class Reservation:
         """Tells the coroutine that waits to look again. From any thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: no coroutine waits there
-                self._loop.call_soon_threadsafe(self._woken.set)
+                self._loop.call_soon_threadsafe(uninterrupted(self._woken.set))
 
     def listen(self) -> None:
         """Forgets earlier wake-ups; `wait_for_wake` waits for one that comes after this."""
@@ -49,6 +52,19 @@ class Reservation:
 
     async def wait_for_wake(self) -> None:
         await self._woken.wait()
+
+
+class _Waiter:
+    """A thread in the queue."""
+
+    def __init__(self) -> None:
+        self._woken: SimpleQueue[None] = SimpleQueue()
+
+    def wake(self) -> None:
+        self._woken.put(None)
+
+    def wait_for_wake(self, seconds: float) -> None:
+        signals.pause(self._woken, seconds)
 
 
 class MemoryBudget:
@@ -64,8 +80,8 @@ class MemoryBudget:
         self._timeout_s = timeout_s
         self._held_bytes = 0
         self._copies: dict[int, _Copy] = {}  # by their identity: a reference to an array has no hash
-        self._queue: deque[object] = deque()
-        self._changed = threading.Condition()
+        self._queue: deque[_Waiter | Reservation] = deque()
+        self._lock = threading.RLock()
 
     def take(self, sources: Sequence[Source], reservation: Reservation | None = None) -> None:
         """Counts the memory of private copies until it is freed. All copies of one call come in one `take`, so that a
@@ -75,10 +91,17 @@ class MemoryBudget:
             RequestTimeout: there is no room; with a reservation, at once.
         """
         nbytes = sum([data.nbytes for data, _ in sources])
-        with self._changed:
-            if self._queue or not self._fits(nbytes):
-                self._wait_in_queue(nbytes, reservation)
-            self._held_bytes += nbytes
+        with self._lock:
+            has_room = not self._queue and self._fits(nbytes)
+            if not has_room and reservation is not None:
+                has_room = self._is_turn_of(reservation, nbytes)
+                if not has_room:
+                    reservation.budget, reservation.nbytes = self, nbytes
+                    raise self._exceeded()
+            if has_room:
+                self._held_bytes += nbytes
+        if not has_room:
+            self._wait_in_queue(nbytes)
         for data, _ in sources:
             counted = _Copy(data, self._freed)
             counted.nbytes = data.nbytes
@@ -87,23 +110,27 @@ class MemoryBudget:
     def _fits(self, nbytes: int) -> bool:
         return self._held_bytes == 0 or self._held_bytes + nbytes <= self._limit_bytes
 
-    def _is_turn_of(self, waiter: object, nbytes: int) -> bool:
+    def _is_turn_of(self, waiter: _Waiter | Reservation, nbytes: int) -> bool:
         return bool(self._queue) and self._queue[0] is waiter and self._fits(nbytes)
 
-    def _wait_in_queue(self, nbytes: int, reservation: Reservation | None) -> None:
-        if reservation is not None:
-            if not self._is_turn_of(reservation, nbytes):
-                reservation.budget, reservation.nbytes = self, nbytes
-                raise self._exceeded()
-            return
-        waiter = object()
-        self._queue.append(waiter)
+    def _wait_in_queue(self, nbytes: int) -> None:
+        waiter, until = _Waiter(), time.monotonic() + self._timeout_s
+        with self._lock:
+            self._queue.append(waiter)
         try:
-            if not self._changed.wait_for(lambda: self._is_turn_of(waiter, nbytes), self._timeout_s):
-                raise self._exceeded()
+            while True:
+                with self._lock:
+                    if self._is_turn_of(waiter, nbytes):
+                        self._held_bytes += nbytes
+                        return
+                    left_s = until - time.monotonic()
+                    if left_s <= 0:
+                        raise self._exceeded()
+                waiter.wait_for_wake(left_s)
         finally:
-            self._queue.remove(waiter)
-            self._wake_next()
+            with self._lock:
+                self._queue.remove(waiter)
+                self._wake_next()
 
     @asynccontextmanager
     async def granted(self, reservation: Reservation) -> AsyncIterator[None]:
@@ -113,7 +140,7 @@ class MemoryBudget:
         Raises:
             RequestTimeout: no room came free in time.
         """
-        with self._changed:
+        with self._lock:
             self._queue.append(reservation)
         try:
             try:
@@ -123,29 +150,28 @@ class MemoryBudget:
                 raise self._exceeded() from None
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._queue.remove(reservation)
                 self._wake_next()
 
     async def _wait_for_turn(self, reservation: Reservation) -> None:
         while True:
             reservation.listen()
-            with self._changed:
+            with self._lock:
                 if self._is_turn_of(reservation, reservation.nbytes):
                     return
             await reservation.wait_for_wake()
 
     def _freed(self, counted: weakref.ref[Array]) -> None:
         copy = self._copies.pop(id(counted))
-        with self._changed:
+        with self._lock:
             self._held_bytes -= copy.nbytes
             if self._queue:
                 self._wake_next()
 
     def _wake_next(self) -> None:
-        """Has the first in the queue look again: all threads wait on one condition, so all of them look."""
-        self._changed.notify_all()
-        if self._queue and isinstance(self._queue[0], Reservation):
+        """Has the first in the queue look again."""
+        if self._queue:
             self._queue[0].wake()
 
     def _exceeded(self) -> RequestTimeout:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import with_uninterrupted_methods
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
@@ -317,6 +318,7 @@ class StepIteration:
             self._steps.end()
 
 
+@with_uninterrupted_methods
 class Steps:
     """The steps of a loop: see `kvd.KVStore.steps`."""
 
@@ -352,6 +354,7 @@ class Steps:
         _close_dropped(self)
 
 
+@with_uninterrupted_methods
 class AsyncSteps:
     """The same for an event loop."""
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, suppress
+from queue import SimpleQueue
 from typing import Any
+
+from kvd.client.calls.held_signals import signals, uninterrupted
 
 
 class Promise:
     """Set once, on any thread. Any number of threads and event loops may wait for it. It cannot be cancelled: a waiter
     may give up, but the call goes on and can be waited for again."""
 
-    __slots__ = ("_done", "_error", "_event", "_lock", "_result", "_told", "_told_of_errors", "_waiting")
+    __slots__ = ("_done", "_error", "_lock", "_result", "_told", "_told_of_errors", "_waiters", "_waiting")
 
     def __init__(self, waiting: Callable[[Promise], AbstractContextManager[None]] | None = None) -> None:
         """`waiting` gives a context in which a thread waits for the end, without a timeout."""
@@ -25,7 +29,7 @@ class Promise:
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
-        self._event: threading.Event | None = None  # created by the first waiter
+        self._waiters: list[SimpleQueue[None]] = []
         self._told: list[Callable[[Promise], None]] = []
         self._told_of_errors: list[Callable[[Promise], None]] = []
 
@@ -44,9 +48,9 @@ class Promise:
     def _end(self) -> None:
         with self._lock:
             self._done = True
-            event, told, told_of_errors = self._event, self._told, self._told_of_errors
-        if event is not None:
-            event.set()
+            told, told_of_errors = self._told, self._told_of_errors
+            for waiter in self._waiters:
+                waiter.put(None)
         if told_of_errors:
             if self._error is not None:
                 told[:0] = told_of_errors
@@ -96,18 +100,31 @@ class Promise:
         with self._lock:
             if self._done:
                 return True
-            if self._event is None:
-                self._event = threading.Event()
-            event = self._event
-        if timeout is not None or self._waiting is None:
-            return event.wait(timeout)
-        with self._waiting(self):
-            return event.wait()
+            waiter: SimpleQueue[None] = SimpleQueue()
+            self._waiters.append(waiter)
+        try:
+            if timeout is not None or self._waiting is None:
+                return self._wait_with(waiter, timeout)
+            with self._waiting(self):
+                return self._wait_with(waiter, None)
+        finally:
+            with self._lock:
+                self._waiters.remove(waiter)
+
+    def _wait_with(self, waiter: SimpleQueue[None], timeout: float | None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._done:
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            signals.pause(waiter, left_s)
+        return self._done
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
         here: asyncio.Future[None] = loop.create_future()
 
+        @uninterrupted  # a loop discards what a callback raises, and `here` would never be done
         def wake() -> None:
             if not here.done():
                 here.set_result(None)

@@ -53,7 +53,7 @@ class ClusterClosing:
             leaving.wait()
         except KvdError as failure:
             error = failure
-        except BaseException:  # Ctrl-C: leave at once
+        except BaseException:  # of a signal handler, such as Ctrl-C's: leave at once
             self.abandon(failed=True)
             raise
         self._snapshots.give_up()  # it is written by now, or its time is up

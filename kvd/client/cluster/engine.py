@@ -20,12 +20,12 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.deadline import Deadline
+from kvd.client.calls.held_signals import signals
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express import ExpressWay
 from kvd.client.cluster.express_flights import ExpressFlightWay
-from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.trips import OrdinaryCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
@@ -136,7 +136,7 @@ class Engine:
             seconds = min(seconds, within.left_s())
         promise = Promise(self._users.waiting)
         self._users.this_thread()
-        with Uninterrupted(), self._order:
+        with self._order:
             self.check_usable()
             if self._failure is not None:
                 promise.set_exception(self._failure)
@@ -153,7 +153,7 @@ class Engine:
         """Runs a coroutine of several calls on the engine's loop."""
         promise = Promise(self._users.waiting)
         self._users.this_thread()
-        with Uninterrupted(), self._order:
+        with self._order:
             try:
                 self.check_usable()
             except KvdError:
@@ -217,12 +217,20 @@ class Engine:
         are no links, or another thread reads them: the caller then waits on the promise."""
         if threading.get_ident() == self._thread.ident or promise.done() or not self.transport.has_links:
             return
-        with Uninterrupted(self._waiter.nudge) as ctrl_c:
-            if timeout_s is not None:
-                self._waiter.wait(promise, timeout_s, ctrl_c)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            interrupt = signals.begin_wait(self._waiter.nudge)
+            try:
+                if until is not None:
+                    self._waiter.wait(promise, until - time.monotonic(), interrupt)
+                else:
+                    with self._users.waiting(promise):
+                        self._waiter.wait(promise, None, interrupt)
+            finally:
+                interrupt.end_wait()
+            if not interrupt.came:
                 return
-            with self._users.waiting(promise):
-                self._waiter.wait(promise, None, ctrl_c)
+            signals.handle()
 
     def take_back(self, sources: Sequence[Array]) -> None:
         """Returns when the program may write to these arrays again. Bytes of them that have yet to be sent are sent
@@ -269,7 +277,7 @@ class Engine:
                     if self.session.heard:
                         left.result(leave_s + 1)
         finally:
-            with Uninterrupted(), self._order:
+            with self._order:
                 first, self._closed = not self._closed, True
             if first:
                 self._loop.call_soon_threadsafe(self._loop.stop)

@@ -18,10 +18,10 @@ from weakref import WeakSet
 import numpy as np
 
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import signals
 from kvd.client.calls.values import Array, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express_frames import PreparedCall
-from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.prepared_calls import PreparedCalls
 from kvd.client.cluster.trips import OrdinaryCall, OrdinaryCalls, Trip
 from kvd.client.cluster.users import StoreUsers
@@ -142,27 +142,23 @@ class ExpressWay:
         ordinary: OrdinaryCall | None = None
         user, now, waiter = self._users.this_thread(), self._stepper.now(), self._waiter
         trip = Trip(self._ordinary, call.item, value, out, place, priority, user, now)
-        try:
-            with Uninterrupted(self._nudge) as ctrl_c:
-                is_begun = is_over = False
-                if waiter.begin():
-                    try:
-                        is_begun = self._send(call, trip)
-                        link = call.link
-                        if is_begun and link is not None and waiter.wait_for(link, call.expected, trip, ctrl_c):
-                            is_over = self._take(call, link, out)
-                    finally:
-                        if is_begun and not is_over:
-                            ordinary = trip.become_ordinary()
-                            trip.stop_waiting()
-                        waiter.end()
-                if not is_begun:
-                    self._prepared.drop(call.key)
-                    ordinary = self._ordinary.submit(trip.transfer())
-        except BaseException:  # Ctrl-C
-            if ordinary is not None:
-                self._ordinary.take_back(ordinary.transfer)
-            raise
+        is_begun = is_over = False
+        if waiter.begin():
+            interrupt = signals.begin_wait(self._nudge)
+            try:
+                is_begun = self._send(call, trip)
+                link = call.link
+                if is_begun and link is not None and waiter.wait_for(link, call.expected, trip, interrupt):
+                    is_over = self._take(call, link, out)
+            finally:
+                if is_begun and not is_over:
+                    ordinary = trip.become_ordinary()
+                    trip.stop_waiting()
+                interrupt.end_wait()
+                waiter.end()
+        if not is_begun:
+            self._prepared.drop(call.key)
+            ordinary = self._ordinary.submit(trip.transfer())
         return None if ordinary is None else self._ordinary.handle(ordinary)
 
     def _send(self, call: PreparedCall, trip: Trip) -> bool:

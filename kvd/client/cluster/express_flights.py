@@ -22,7 +22,6 @@ from kvd.client.calls.promise import Promise
 from kvd.client.calls.values import BYTE, Array, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.express_frames import HEADER_AT, PUSHED_AT
-from kvd.client.cluster.interrupts import Uninterrupted
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.prepared_calls import PreparedCalls
 from kvd.client.cluster.users import StoreUsers
@@ -175,29 +174,28 @@ class ExpressFlightWay:
         self._users.this_thread()
         machine, stepper, route = self._machine, self._driver.stepper, prepared.route
         promise = Promise(self._users.waiting)
-        with Uninterrupted():
-            if not stepper.enter():
+        if not stepper.enter():
+            return None
+        try:
+            now = stepper.now()
+            number = self._calls.begin(promise)
+            call = FlyingCall(number, prepared, out, place, now + self._round_s, self._answer_s)
+            if not machine.express.flights.begin(route, number, call, place, now):
+                self._calls.forget(number)
                 return None
-            try:
-                now = stepper.now()
-                number = self._calls.begin(promise)
-                call = FlyingCall(number, prepared, out, place, now + self._round_s, self._answer_s)
-                if not machine.express.flights.begin(route, number, call, place, now):
-                    self._calls.forget(number)
-                    return None
-                session, (step, settled) = machine.session, route.steps
-                # fmt: off
-                put_push(
-                    prepared.frame, HEADER_AT, self._incarnation, session.view.epoch, session.run, route.request,
-                    route.batch, route.clock + 1, step, settled, place,
-                )
-                # fmt: on
-                prepared.payload[...] = value
-                link = self._transport.link_to(route.peer)
-                if link is None or not link.send_prepared(prepared.frame):
-                    self._send_message(route, call)
-            finally:
-                stepper.leave(machine.next_deadline() or math.inf)
+            session, (step, settled) = machine.session, route.steps
+            # fmt: off
+            put_push(
+                prepared.frame, HEADER_AT, self._incarnation, session.view.epoch, session.run, route.request,
+                route.batch, route.clock + 1, step, settled, place,
+            )
+            # fmt: on
+            prepared.payload[...] = value
+            link = self._transport.link_to(route.peer)
+            if link is None or not link.send_prepared(prepared.frame):
+                self._send_message(route, call)
+        finally:
+            stepper.leave(machine.next_deadline() or math.inf)
         return Handle(promise, lambda _: out, "pushpull", self._wait)
 
     def _send_message(self, route: Route, call: FlyingCall) -> None:

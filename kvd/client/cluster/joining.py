@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from kvd.client.calls.deadline import Deadline
+from kvd.client.calls.held_signals import signals
 from kvd.client.cluster.engine import Engine
 from kvd.config import parse_address
 from kvd.core.membership import ViewState, in_words, name_of
@@ -42,7 +43,7 @@ class Arrival:
     operator: bool = False
     tell: Callable[[str], None] = logger.warning
     given_up: bool = False
-    _woken: threading.Event = field(default_factory=threading.Event)
+    _woken: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
     def give_up(self) -> None:
         """Ends the waiting, from any thread."""
@@ -51,11 +52,11 @@ class Arrival:
 
     def wake(self) -> None:
         """Something has happened that the one who waits should look at."""
-        self._woken.set()
+        self._woken.put(None)
 
     def sleep(self, seconds: float) -> None:
-        """Waits until `wake`, for `seconds` at most."""
-        self._woken.wait(seconds)
+        """Waits until `wake`, for `seconds` at most. May return early."""
+        signals.pause(self._woken, seconds)
 
 
 class Joining:

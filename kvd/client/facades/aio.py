@@ -13,6 +13,7 @@ from typing import Any
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.checks import wants_copy
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import AsyncSteps, StepIteration
@@ -30,6 +31,7 @@ from kvd.optimizer import Optimizer
 _ErrorType = type[BaseException]  # in the class, `type` is the store's
 
 
+@with_uninterrupted_methods
 class KVStore(StoreProperties):
     """The store for programs that run an event loop. See `kvd.KVStore` for what the methods do and raise.
 
@@ -260,6 +262,7 @@ async def _when_there_is_room(begin: Callable[[Reservation], Handle]) -> Handle:
         return begin(reservation)
 
 
+@uninterrupted
 async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002  the name is part of the surface
     """As `kvd.create`, for an event loop. It makes the types of kvd only.
 
@@ -269,7 +272,13 @@ async def create(type: str = "local", **settings: Any) -> KVStore:  # noqa: A002
     if find_factory(type) is not None:
         text = f"the store {type!r} was registered by another library and may block: make it with kvd.create"
         raise ConfigError(text, setting="type")
-    return KVStore(await asyncio.wrap_future(_open_in_thread(type, settings)))
+    opening = _open_in_thread(type, settings)
+    try:
+        return KVStore(await asyncio.wrap_future(opening))
+    except BaseException:
+        if not opening.cancel() and opening.exception() is None:  # a signal handler has raised at the end
+            await asyncio.to_thread(opening.result().closing.withdraw)
+        raise
 
 
 def _open_in_thread(type_name: str, settings: dict[str, Any]) -> Future[Backend]:

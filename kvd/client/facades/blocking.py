@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.checks import wants_copy
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import StepIteration, Steps
 from kvd.client.calls.staleness import Staleness
@@ -28,6 +29,7 @@ Value = Any
 _ErrorType = type[BaseException]  # in the class, `type` is the store's
 
 
+@with_uninterrupted_methods
 class KVStore(StoreProperties, KVStoreBase):
     """A store of keys and their values, shared by the workers of a job. `kvd.create` makes one.
 
@@ -600,7 +602,7 @@ def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name
         return make_store(type, factory, settings)
     if asyncio._get_running_loop() is not None:
         raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
-    return KVStore(open_backend(type, settings))
+    return _opened(type, settings)
 
 
 def visit(type: str, tell: Callable[[str], None], **settings: Any) -> KVStore:  # noqa: A002  as in `create`
@@ -611,4 +613,20 @@ def visit(type: str, tell: Callable[[str], None], **settings: Any) -> KVStore:  
     Args:
         tell: takes a line for the person who waits, in place of the log.
     """
-    return KVStore(open_backend(type, settings, Arrival(wait_for_workers=False, operator=True, tell=tell)))
+    return _opened(type, settings, Arrival(wait_for_workers=False, operator=True, tell=tell))
+
+
+def _opened(type_name: str, settings: dict[str, Any], arrival: Arrival | None = None) -> KVStore:
+    opened: list[KVStore] = []
+
+    @uninterrupted
+    def work() -> None:
+        opened.append(KVStore(open_backend(type_name, settings, arrival)))
+
+    try:
+        work()
+        return opened[0]
+    except BaseException:
+        for store in opened:  # a signal handler has raised at the end
+            uninterrupted(store._life.withdraw)()
+        raise

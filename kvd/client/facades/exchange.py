@@ -12,11 +12,13 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvd.client.calls.held_signals import with_uninterrupted_methods
 from kvd.client.calls.values import Array
 from kvd.client.facades.blocking import KVStore, backend_of
 from kvd.errors import KeyExists
 
 
+@with_uninterrupted_methods
 class Exchange:
     """A store as it serves workers that exchange values key by key, where each key has one writer.
 

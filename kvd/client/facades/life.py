@@ -45,3 +45,8 @@ class StoreLife:
         """Leaves at once, without flush and barrier. `failed`: the program failed, which counts as a death."""
         self.claim_end()
         self._closing.abandon(failed=failed)
+
+    def withdraw(self) -> None:
+        """Leaves as if it had never joined: the program has not got this store."""
+        self.claim_end()
+        self._closing.withdraw()

@@ -10,12 +10,14 @@ from typing import Any
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import signals
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.client.calls.snapshot_writing import SnapshotWriting
 from kvd.client.calls.values import source_of
 from kvd.client.local.keys import Entry, LocalKeys, TableEntry, table_spec
 from kvd.client.local.updates import LocalUpdates, exported, loaded
+from kvd.compute.tensors import named_dtype
 from kvd.config import Config
 from kvd.errors import NotAllowed, SnapshotError
 from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
@@ -134,28 +136,37 @@ class LocalSnapshots:
             text = f"this store has keys already, such as {name!r}: restore comes in place of init and set_optimizer"
             raise NotAllowed(text, key=name)
         origin = snapshot.manifest.origin
-        self._updates.adopt(origin.optimizer)
+        read: list[tuple[str, KeySpec, Entry | TableEntry]] = []
         for key in snapshot.manifest.keys:
-            if key.table is not None:
-                self._restore_table(key, snapshot.rows(key))
-                continue
-            value = snapshot.value(key).copy()
-            source = source_of(value, MAX_SLICE_BYTES, copy=False)
-            entry = self._keys.make(key.key, source._replace(spec=replace(source.spec, merge=key.merge)))
-            entry.state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
-            self._keys.restored.add([(key.key, entry.spec)])
+            signals.handle()  # reading may take long, and nothing is restored yet
+            spec, entry = _entry(key, snapshot) if key.table is None else _table_entry(key, snapshot.rows(key))
+            read.append((key.key, spec, entry))
+        self._updates.adopt(origin.optimizer)
+        for name, spec, entry in read:
+            if isinstance(entry, TableEntry):
+                self._keys.tables[name] = entry
+            else:
+                self._keys.entries[name] = entry
+            self._keys.restored.add([(name, spec)])
         self._restored_from = origin.lineage
         self._steps.restored(origin.steps, begins_past=begins_past)
         return origin.steps
 
-    def _restore_table(self, key: StoredKey, stored: StoredRows) -> None:
-        assert key.table is not None
-        spec = KeySpec(key.dtype, key.shape, MAX_SLICE_BYTES, key.merge, key.table.spec)
-        table = Table(table_of_spec(spec), key.key)
-        table.store(stored.ids, stored.rows, stored.slots)
-        table.step = stored.updates
-        self._keys.tables[key.key] = TableEntry(table, key.merge)
-        self._keys.restored.add([(key.key, spec)])
+
+def _entry(key: StoredKey, snapshot: StoredSnapshot) -> tuple[KeySpec, Entry]:
+    source = source_of(snapshot.value(key).copy(), MAX_SLICE_BYTES, copy=False)
+    state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
+    spec = replace(source.spec, merge=key.merge)
+    return spec, Entry(spec, source.data.view(named_dtype(spec.dtype)), state)
+
+
+def _table_entry(key: StoredKey, stored: StoredRows) -> tuple[KeySpec, TableEntry]:
+    assert key.table is not None
+    spec = KeySpec(key.dtype, key.shape, MAX_SLICE_BYTES, key.merge, key.table.spec)
+    table = Table(table_of_spec(spec), key.key)
+    table.store(stored.ids, stored.rows, stored.slots)
+    table.step = stored.updates
+    return spec, TableEntry(table, key.merge)
 
 
 def _nbytes(entry: Entry | TableEntry) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import signals
 from kvd.client.calls.tables import check_export, pulled_rows, rows_at_once, rows_of, wanted_rows
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import LocalKeys, TableEntry, table_spec
@@ -106,4 +107,5 @@ def _pieces(table: Table, ids: Ids) -> Iterator[Array]:
         part = ids[first : first + step]
         rows = np.empty((len(part), table.description.width), table.description.numpy_dtype)
         table.read(part, rows)
+        signals.handle()  # a table may take long to write
         yield rows

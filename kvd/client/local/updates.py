@@ -10,6 +10,7 @@ import numpy as np
 from kvd.client.calls import checks
 from kvd.client.calls.backend import Updater
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.held_signals import signals
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_optimizer import is_kept
@@ -61,7 +62,8 @@ class LocalUpdates:
         """Updates the value of the key with a flat array of its dtype."""
         if self._updater is not None:
             shape = entry.spec.shape
-            self._updater(self._keys.written.of(name), received.reshape(shape), entry.value.reshape(shape))
+            key = self._keys.written.of(name)
+            signals.let_run(self._updater, key, received.reshape(shape), entry.value.reshape(shape))
         else:
             out = np.empty_like(entry.value)
             optimizer = self._optimizer if is_updated(entry.spec.dtype) else None

@@ -1,0 +1,309 @@
+"""Signal handlers of the program, held back while kvd works on the main thread.
+
+CPython runs a Python signal handler on the main thread, between any two bytecodes. An exception from one would leave
+the worker's machine, its queues or its locks half changed. So every public call is a *section*: its decorator replaces
+all Python handlers by one that only notes the signal, and restores them at the end. The noted signals are then passed
+to their handlers, and what these raise leaves the call.
+
+A call that waits does so in a wait that a signal ends (`HeldSignals.begin_wait`, `HeldSignals.pause`). The handlers run
+at that point, where nothing is half done, and the wait continues if they return. What a handler raises there passes
+through kvd as `HandlerRaised`, which no `except Exception` or `except TimeoutError` catches; the end of the section
+raises the exception itself.
+
+Handlers are looked up at the beginning of each section, so it does not matter when they were installed, or by whom.
+Other threads never run handlers: on them a section does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Generator
+from queue import Empty, SimpleQueue
+from signal import NSIG, raise_signal
+from types import FrameType, FunctionType
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+try:  # `signal` converts to enums around these two, which takes longer than the calls themselves
+    from _signal import getsignal as _getsignal
+    from _signal import signal as _signal
+except ImportError:
+    from signal import getsignal as _getsignal
+    from signal import signal as _signal
+
+LONGEST_PAUSE_S = 3600.0  # callers may ask for more than a lock accepts
+
+_NUMBERS = range(1, NSIG)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Class = TypeVar("Class", bound=type)
+
+
+class HandlerRaised(BaseException):
+    """An exception of a signal handler, on its way through kvd.
+
+    Attributes:
+        error: the exception.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Interrupt(Protocol):
+    """A wait that a signal may end.
+
+    Attributes:
+        came: whether a signal has arrived.
+    """
+
+    @property
+    def came(self) -> bool: ...
+    def end_wait(self) -> None: ...
+
+
+class _Never:
+    """A wait on a thread that runs no signal handlers."""
+
+    came = False
+
+    def end_wait(self) -> None:
+        pass
+
+
+_NEVER = _Never()
+
+
+class HeldSignals:
+    """The Python signal handlers of this process. There is one, as the handlers belong to the process: `signals`.
+
+    Attributes:
+        main: the thread on which handlers run.
+        is_held: whether a section is open: noted signals wait for its end, or for its next wait.
+    """
+
+    def __init__(self) -> None:
+        self.main = threading.main_thread().ident
+        self.is_held = False
+        self._noted: dict[int, FrameType | None] = {}  # by number, in the order of arrival
+        self._seen: list[Any] = []  # the handlers of all signals when the latest section began
+        self._caught: list[int] = []  # the signals among them that have Python handlers
+        self._handlers: dict[int, Any] = {}  # by number: what the program has installed
+        self._note = self._noted_or_handled  # one object, which is recognised by its identity
+        self._wake: Callable[[], object] | None = None
+
+    # ── sections, on the main thread ──
+
+    def hold(self) -> None:
+        """Begins a section. If a handler raises before all are replaced, the rest is replaced first."""
+        try:
+            self.is_held = True
+            handlers = list(map(_getsignal, _NUMBERS))
+            if handlers != self._seen:
+                caught = [number for number, handler in zip(_NUMBERS, handlers, strict=True) if callable(handler)]
+                self._seen, self._caught = handlers, caught
+            for number in self._caught:
+                handler = handlers[number - 1]
+                if handler is not self._note:
+                    self._handlers[number] = handler
+                    _signal(number, self._note)
+        except BaseException:
+            self.hold()
+            raise
+
+    def release(self) -> None:
+        """Ends the section, if there is one, and passes the noted signals to their handlers. If a handler raises that
+        is back, the others are restored first."""
+        try:
+            self.is_held = False
+            for number in self._caught:
+                if _getsignal(number) is self._note:
+                    _signal(number, self._handlers[number])
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            self._handle_noted()
+
+    def _noted_or_handled(self, number: int, frame: FrameType | None) -> None:
+        """The handler of all signals during a section, and for the moment in which they are replaced and restored."""
+        if not self.is_held:
+            self._handlers[number](number, frame)
+            return
+        self._noted.setdefault(number, frame)
+        if self._wake is not None:
+            self._wake()
+
+    def _handle_noted(self) -> None:
+        """As the system does with pending signals: in their order, each once, by the handler that is installed now."""
+        if not self._noted:
+            return
+        number = next(iter(self._noted))
+        frame = self._noted.pop(number)
+        try:
+            handler = _getsignal(number)
+            if callable(handler):
+                handler(number, frame)
+            else:
+                raise_signal(number)
+        finally:
+            self._handle_noted()
+
+    def handle(self) -> None:
+        """Passes the noted signals to their handlers now. Call it where nothing is half done. The section continues.
+
+        Raises:
+            HandlerRaised: a handler raised.
+        """
+        if not self._noted or not self.is_held or threading.get_ident() != self.main:
+            return
+        try:
+            self.release()
+        except BaseException as error:  # noqa: BLE001  the end of the section raises it
+            raise HandlerRaised(error) from None
+        finally:
+            self.hold()
+
+    def let_run(self, code: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Calls code of the program, which signals may interrupt as if it were not called by kvd."""
+        if not self.is_held or threading.get_ident() != self.main:
+            return code(*args, **kwargs)
+        try:
+            self.release()
+            return code(*args, **kwargs)
+        finally:
+            self.hold()
+
+    # ── waits, on any thread ──
+
+    def begin_wait(self, wake: Callable[[], object]) -> Interrupt:
+        """Has `wake` called when a signal arrives, until `end_wait` of the result. Check `came` after that and before
+        blocking; if it is set, call `handle` when the wait has ended."""
+        if not self.is_held or threading.get_ident() != self.main:
+            return _NEVER
+        self._wake = wake
+        return self
+
+    def end_wait(self) -> None:
+        self._wake = None
+
+    @property
+    def came(self) -> bool:
+        return bool(self._noted)
+
+    def pause(self, woken: SimpleQueue[None], seconds: float | None) -> None:
+        """Waits until something is put into `woken`, which it takes out, or until the time is up. May return early.
+
+        Raises:
+            HandlerRaised: a signal arrived, and its handler raised.
+        """
+        interrupt = self.begin_wait(functools.partial(woken.put, None))
+        try:
+            if not interrupt.came:
+                woken.get(timeout=LONGEST_PAUSE_S if seconds is None else min(max(seconds, 0.0), LONGEST_PAUSE_S))
+        except Empty:
+            pass
+        finally:
+            interrupt.end_wait()
+        if interrupt.came:
+            self.handle()
+
+    def forked(self) -> None:
+        """This is a child process. The thread that forked is its main thread; the signals were the parent's."""
+        self.main = threading.get_ident()
+        self._noted.clear()
+        self.release()
+
+
+signals = HeldSignals()
+os.register_at_fork(after_in_child=signals.forked)
+
+
+# ── decorators of public calls ──
+
+
+def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A function that is a section. Of a coroutine function or a generator function, each step is one."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def in_steps(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+            return await _Stepped(function(*args, **kwargs))
+
+        return in_steps  # type: ignore[return-value]
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generator(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+            return _stepped(function(*args, **kwargs))
+
+        return generator
+
+    @functools.wraps(function)
+    def whole(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if threading.get_ident() != signals.main or signals.is_held:
+            return function(*args, **kwargs)
+        try:
+            signals.hold()
+            return function(*args, **kwargs)
+        except HandlerRaised as raised:
+            error = raised.error
+        finally:
+            signals.release()
+        try:
+            raise error  # here, since an exception raised in an `except` block gets a context
+        finally:
+            del error  # it refers to this frame
+
+    return whole
+
+
+_SPECIAL = frozenset({"__exit__", "__aexit__", "__next__", "__anext__", "__await__", "__del__"})
+
+
+def with_uninterrupted_methods(cls: Class) -> Class:
+    """Makes each public method of the class a section."""
+    for name, member in list(vars(cls).items()):
+        if isinstance(member, FunctionType) and (name in _SPECIAL or not name.startswith("_")):
+            setattr(cls, name, uninterrupted(member))
+    return cls
+
+
+class _Stepped:
+    """Awaits a coroutine, each step of which is a section."""
+
+    def __init__(self, coroutine: Any) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _stepped(self._coroutine)
+
+
+def _stepped(inner: Any) -> Generator[Any, Any, Any]:
+    """Runs a coroutine or a generator. What a handler raises after a step is thrown into it, so that it cleans up."""
+    resume: Callable[[Any], Any] = inner.send
+    argument: Any = None
+    while True:
+        awaited: list[Any] = []  # what the step waits for; empty: it was the last
+        try:
+            _step(awaited, resume, argument)
+        except StopIteration as end:
+            return end.value
+        except BaseException as error:
+            if not awaited:
+                raise
+            resume, argument = inner.throw, HandlerRaised(error)
+            continue
+        try:
+            argument, resume = (yield awaited[0]), inner.send
+        except BaseException as error:  # noqa: BLE001  it is for the coroutine
+            resume, argument = inner.throw, error
+
+
+@uninterrupted
+def _step(awaited: list[Any], resume: Callable[[Any], Any], argument: Any) -> None:
+    awaited.append(resume(argument))
