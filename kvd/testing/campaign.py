@@ -51,6 +51,8 @@ PAUSED_LEADERS = replace(LONG_PAUSES, server_crashes=2)
 JUMPS = replace(HARD, clock_jumps=4, one_way_cuts=4, longest_pause_s=14.0)  # further than any timeout
 SERVERS_DIE_ONE_WAY = replace(SERVERS_DIE, within_s=20.0, one_way_cuts=6, clock_jumps=2, longest_pause_s=14.0)
 TORN = replace(SERVERS_DIE, within_s=20.0, scheduler_restarts=5)
+OLD_RECORD = replace(HARD, scheduler_restarts=0, old_records=1)
+OLD_RECORD_SERVERS_DIE = replace(SERVERS_DIE, scheduler_restarts=0, old_records=1)
 SLOW_DISK = ShellSettings(persist_s=(0.05, 1.0))
 LOSING = replace(HARD, within_s=40.0, crashes=4, pauses=9, cuts=6, longest_pause_s=7.0, restart_after_s=(0.5, 8.0))
 LATE = replace(LASTING, crashes=3, restart_after_s=(8.0, 16.0))  # most of the dead are declared dead first
@@ -327,6 +329,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     "meetings, torn records": Campaign("meetings", mishaps=replace(LASTING, scheduler_restarts=5), shell=SLOW_DISK),
     "training": Campaign("training"),
     "training, no record": Campaign("training", shell=ShellSettings(state_dir=False)),
+    "ledger, old record": Campaign("ledger", mishaps=OLD_RECORD),
+    "lives, old record": Campaign("lives", mishaps=OLD_RECORD),
+    "training, old record": Campaign("training", mishaps=OLD_RECORD),
     "training, nasty": Campaign("training", mishaps=LASTING, faults=NASTY),
     "training, long pauses": Campaign("training", mishaps=LONG_PAUSES),
 }
@@ -343,6 +348,8 @@ FAILOVERS: dict[str, Campaign] = {
     "ledger, long pauses, servers die": Campaign("ledger", mishaps=PAUSED_LEADERS, replicas=2),
     "ledger, one way, servers die": Campaign("ledger", mishaps=SERVERS_DIE_ONE_WAY, replicas=2),
     "ledger, torn records, servers die": Campaign("ledger", mishaps=TORN, shell=SLOW_DISK, replicas=2),
+    "ledger, old record, servers die": Campaign("ledger", mishaps=OLD_RECORD_SERVERS_DIE, replicas=2),
+    "lives, old record, servers die": Campaign("lives", mishaps=OLD_RECORD_SERVERS_DIE, replicas=2),
     "lives, servers die": Campaign("lives", mishaps=SERVERS_DIE, replicas=2),
     "list lives, nasty, servers die": Campaign(
         "list lives", mishaps=SERVERS_DIE_LONG, faults=NASTY, servers=3, replicas=2

@@ -29,6 +29,7 @@ class Mishaps:
         ghosts: workers that stop, or cannot reach the scheduler, and are replaced; they live on, or come back, while
             their successor works.
         scheduler_restarts: the scheduler dies and is started from its record.
+        old_records: the scheduler dies and is started from a record that was put back from an earlier time.
         server_crashes: servers that die between two effects while every partition has a backup, and are started again.
         one_way_cuts: what a node sends does not reach another one for a while, which it hears all the same.
         clock_jumps: nodes whose clock is ahead of what it was, by up to `longest_pause_s`.
@@ -43,6 +44,7 @@ class Mishaps:
     server_crashes: int = 0
     one_way_cuts: int = 0
     clock_jumps: int = 0
+    old_records: int = 0
     longest_pause_s: float = 3.0
     restart_after_s: tuple[float, float] = (0.05, 4.0)
 
@@ -89,6 +91,10 @@ def plan(world: World, mishaps: Mishaps) -> None:
         time, down_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, 2.0)
         at(time, partial(world.kill, "scheduler"))
         at(time + down_s, partial(_revive_scheduler, world))
+    for _ in range(mishaps.old_records):
+        time, down_s = random.uniform(0.0, mishaps.within_s), random.uniform(0.0, 2.0)
+        at(time, partial(world.kill, "scheduler"))
+        at(time + down_s, partial(_revive_scheduler, world, put_back=True))
 
 
 def _set_clock(world: World, name: str, ahead_s: float) -> None:
@@ -191,9 +197,9 @@ def _supervise(world: World) -> None:
     world.clock.after(SUPERVISION_S, lambda: _supervise(world))
 
 
-def _revive_scheduler(world: World) -> None:
+def _revive_scheduler(world: World, *, put_back: bool = False) -> None:
     if not world.processes["scheduler"].alive:
-        world.start_scheduler()
+        world.start_scheduler(put_back=put_back)
 
 
 def live_through(

@@ -76,6 +76,7 @@ class RecordFile:
     def __init__(self, keep: bool) -> None:
         self.record: dict[str, Any] | None = None
         self._keep = keep
+        self._earlier: list[str] = []  # the records before, the oldest first
         self._writing: list[str] = []  # what is to replace it, one after the other
 
     def begin(self, text: str) -> None:
@@ -88,6 +89,12 @@ class RecordFile:
             self._writing.remove(text)
         if self._keep:
             self.record = json.loads(text)
+            self._earlier.append(text)
+
+    def put_back(self, random: Random) -> None:
+        """Somebody replaces the record by an earlier one."""
+        if self._earlier:
+            self.record = json.loads(random.choice(self._earlier))
 
     def recover(self, random: Random) -> None:
         """A scheduler starts. Its predecessor may have died in a write: the new record is there, or the old one."""

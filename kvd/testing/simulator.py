@@ -130,10 +130,13 @@ class World:
         for number in range(self.cluster.workers):
             self.start_worker(number, program)
 
-    def start_scheduler(self, keep_record: bool = True) -> Process:
-        """Starts a scheduler, from the record of an earlier one if that saved it."""
+    def start_scheduler(self, keep_record: bool = True, *, put_back: bool = False) -> Process:
+        """Starts a scheduler, from the record of an earlier one if that saved it. `put_back`: from one of the records
+        before that."""
         record_file = self._shell.record_file
         record_file.recover(self.random)
+        if put_back:
+            record_file.put_back(self.random)
         machine = self._machines.scheduler(self.clock.now, record_file.record if keep_record else None)
         record_file.save(json.dumps(machine.record()))
         return self._start(Process("scheduler", self._next_life("scheduler"), machine, SCHEDULER_ADDRESS))

@@ -22,6 +22,7 @@ from kvd.protocol.messages import (
     Enter,
     Epoch,
     ErrorCode,
+    Heartbeat,
     Join,
     Leave,
     MemberState,
@@ -206,6 +207,7 @@ def test_a_restarted_scheduler_knows_who_came_in_where() -> None:
         saved=json.loads(json.dumps(harness.disk)),
         generation=2,
     )
+    again.say(server_id(0), Heartbeat("server", 0), view=harness.machine.epoch)
     assert answer(again.worker(3), Welcome) == Welcome(1, 3, BACK)
     assert answer(again.worker(2), Welcome) == Welcome(1, 2, None)  # it has taken part
     place = place_of(PlaceKind.STEP, 6)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvd.core.machine import InRun, Persist, Persisted, Received, ServerPeer, Tick
+from kvd.core.machine import InRun, LogEntry, Persist, Persisted, Received, ServerPeer, Tick
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.protocol.messages import (
+    NO_RANK,
     NO_RUN,
+    NO_VIEW,
+    Enter,
     Epoch,
     ErrorCode,
     Heartbeat,
@@ -41,7 +45,9 @@ def test_a_restarted_scheduler_has_the_table_of_its_record() -> None:
     SchedulerMachine.check_record(disk)
     again = Run(begins=False, saved=disk, generation=2)
     assert again.rows() == [(1, 0, -1), (1, -1, 0)]
-    again.views = run.views
+    again.views = dict(run.views)
+    assert not [message for message in said(again.beats(1)) if isinstance(message, View)], "server 0 was not heard"
+    again.beats(0, 1)
     effects = again.beats(1)
     assert [message.partitions for message in said(effects) if isinstance(message, View)] == [
         again.machine.told_to("server").partitions
@@ -53,7 +59,9 @@ def test_a_restarted_scheduler_has_the_table_of_its_record() -> None:
 def test_a_copy_that_was_under_way_goes_on_after_a_restart() -> None:
     run = back_in_place()
     again = Run(begins=False, saved=run.disk, generation=2)
-    again.views = run.views
+    again.views = dict(run.views)
+    assert not said(again.synced(0, (1, 0), (0, 1))), "server 0 was not heard"
+    again.rest((0, 1), (1, 0))
     again.synced(0, (1, 0), (0, 1))
     assert again.rows() == [(1, 0, -1), (1, -1, 0)]
 
@@ -365,7 +373,124 @@ def test_who_took_its_place_since_the_old_record_joins_again_and_is_not_told_to_
     assert answer(again.say(worker_id(0, 1), beat, view=run.machine.epoch), NotYet).reason is NotYetReason.NOT_JOINED
 
 
+def test_the_end_of_a_process_that_stands_in_an_old_record_promotes_nobody() -> None:
+    """Both servers were replaced since the record, one after the other; their successors hold everything."""
+    run = Run()
+    run.rest((0, 0), (1, 0))
+    old = json.loads(json.dumps(run.disk))
+    for rank in (0, 1):
+        run.dies(rank)
+        run.comes(rank, 1)
+        run.rest((0, 1), (1, 1 if rank else 0))
+        for partition, (leader, _, syncing) in enumerate(run.rows()):
+            if syncing >= 0:
+                lives = {0: 1, 1: 1 if rank else 0}
+                run.synced(partition, (leader, lives[leader]), (syncing, lives[syncing]))
+        run.rest((0, 1), (1, 1 if rank else 0))
+    again = Run(begins=False, saved=old, generation=2)
+    again.views = dict(run.views)
+    effects = again.dies(0) + again.dies(1)
+    assert again.states() == {"server 0": "active", "server 1": "active", "worker 0": "active"}
+    assert not of(LogEntry, effects)
+    assert answer(again.beats(0, 1), NotYet).reason is NotYetReason.NOT_JOINED
+    effects = again.comes(0, 1)
+    assert "too old" in answer(effects, NotYet).text
+    assert any("too old" in entry.text for entry in of(LogEntry, effects))
+    again.comes(0, 1)
+    assert isinstance(answer(again.comes(1, 1), Welcome), Welcome)
+    assert [row.lineage for row in again.machine.told_to("server").partitions] == [A, B], "nothing starts over"
+
+
+def test_a_server_of_the_record_that_is_not_heard_is_dead_after_its_timeout() -> None:
+    run = Run()
+    again = Run(begins=False, saved=run.disk, generation=2)
+    again.views = dict(run.views)
+    again.dies(0)
+    again.beats(1)
+    assert "waiting to hear from server 0" in answer(again.worker(1), NotYet).text
+    again.now = 4.9
+    again.beats(1)
+    assert again.states()["server 0"] == "active"
+    assert again.machine.next_deadline() == 5.0
+    again.now = 5.0
+    again.step(Tick())
+    assert again.states()["server 0"] == "dead"
+    assert again.rows()[0][0] == 1
+
+
+def test_a_dead_worker_in_a_record_has_its_timeout_to_come_back() -> None:
+    """It may have come back since the record was written: no barrier breaks before it is overdue."""
+    run = Harness(settings(replicas=1)._replace(num_workers=2))
+    for rank in (0, 1):
+        run.join("server", server_id(rank), f"server-{rank}", rank=rank)
+        run.worker(rank)
+    run.kill(worker_id(1))
+    assert run.states()["worker 1"] == "dead"
+    again = Harness(settings(replicas=1)._replace(num_workers=2), saved=run.disk, generation=2)
+    for rank in (0, 1):
+        again.say(server_id(rank), Heartbeat("server", rank), view=run.machine.epoch)
+    again.say(worker_id(0), Enter(7, "user:b", 0), view=run.machine.epoch)
+    for again.now in (4.0, 8.0, 12.0, 16.0):
+        for role, who in (("server", server_id(0)), ("server", server_id(1)), ("worker", worker_id(0))):
+            effects = again.say(who, Heartbeat(role, 0), view=again.machine.epoch)
+            assert not [message for message in said(effects) if isinstance(message, Refused)]
+    again.now = 20.0
+    assert answer(again.step(Tick()), Refused).error is ErrorCode.BARRIER_BROKEN
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("who", ["server", "worker"])
+def test_a_worker_that_came_back_since_the_old_record_is_not_declared_lost(replicas: int, who: str) -> None:
+    run = Run() if replicas == 2 else Harness(settings(replicas=1))
+    for rank in (0, 1):
+        run.join("server", server_id(rank), f"server-{rank}", rank=rank)
+    run.worker(0)
+    run.kill(worker_id(0))
+    old = json.loads(json.dumps(run.disk))
+    assert run.states()["worker 0"] == "dead"
+    run.say(worker_id(0), Heartbeat("worker", 0), view=run.machine.epoch)
+    assert run.states()["worker 0"] == "active"
+    again = Harness(settings(replicas=replicas), saved=old, generation=2)
+    sender = worker_id(0) if who == "worker" else server_id(0)
+    effects = again.say(sender, Heartbeat(who, 0), view=run.machine.epoch)
+    assert answer(effects, NotYet).reason is NotYetReason.NOT_JOINED
+    assert any("too old" in entry.text for entry in of(LogEntry, effects))
+    assert not [message for message in said(effects) if isinstance(message, View)]
+    assert again.states() == {}
+
+
 # ── in a cluster with runs ──
+
+
+def test_a_run_that_ended_since_the_old_record_is_given_up_and_a_later_one_is_found() -> None:
+    limits = SchedulerSettings(settings(1, 1), 1.0, 5.0, 20.0, break_on_loss=True)
+
+    def feed(router: SchedulerRouter, who: int, message: Any, epoch: Epoch, run: int = NO_RUN) -> list[Any]:
+        effects: Any = router.step(Received(ServerPeer(who), who, epoch, message, run=run), 0.0)
+        for persist in of(Persist, effects):
+            effects = effects + router.step(Persisted(persist.token), 0.0)
+        router.validate()
+        return said([own for effect in of(InRun, effects) for own in effect.effects])
+
+    ended = RunEntry(77, "train", "token", RunPhase.RUNNING, 1)
+    server = Join(1, "server", "server-0", "", "host", 1, 0, OPEN, runs=(ended,))
+    before = SchedulerRouter(limits, 1, 1, 0.0)
+    feed(before, A, server, Epoch(0, 9))
+    feed(before, A, replace(server, runs=()), Epoch(0, 9), run=77)
+    old = json.loads(json.dumps(before.record()))
+    assert [(slot.run, slot.is_over) for slot in before.runs] == [(77, False)]
+    later = Epoch(1, before.epoch.change + 5)  # by which run 77 is gone, and run 78 has begun
+    again = SchedulerRouter(limits, 2, 2, 0.0, old)
+    worker = Join(1, "worker", "worker-0", "", "host", 9, NO_RANK, OPEN, job="train", token="next")
+    (waits,) = feed(again, worker_id(0), worker, NO_VIEW)
+    assert isinstance(waits, NotYet), "it is not known yet whether run 77 is busy"
+    now = (ended._replace(phase=RunPhase.GONE), RunEntry(78, "train", "next", RunPhase.RUNNING, 1))
+    (refuted,) = [
+        message for message in feed(again, A, replace(server, runs=now), later) if isinstance(message, NotYet)
+    ]
+    assert "too old" in refuted.text
+    assert any(isinstance(message, Welcome) for message in feed(again, A, replace(server, runs=now), later))
+    assert {slot.run: slot.phase for slot in again.runs} == {77: RunPhase.GONE, 78: RunPhase.RUNNING}
 
 
 def test_a_run_that_servers_bring_waits_for_all_of_them() -> None:

@@ -233,6 +233,9 @@ def test_a_prepared_run_belongs_to_the_first_program_that_comes() -> None:
     assert (slot.phase, slot.describe()["phase"]) == (RunPhase.FAILED, "prepared")
     scheduler.router = SchedulerRouter(scheduler.settings, 2, 2, 0.0, scheduler.router.record())
     scheduler.server_joins()
+    (waits,) = scheduler.worker_joins(1, "program")
+    assert isinstance(waits, NotYet), "the run has not heard its server"
+    scheduler.say(server_id(0), Heartbeat("server", 0), run=before.run)
     scheduler.worker_joins(1, "program")
     (after,) = scheduler.router.runs.entries()
     assert (after.run, after.token, after.phase) == (before.run, "program", RunPhase.FORMING)

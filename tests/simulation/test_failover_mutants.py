@@ -11,6 +11,7 @@ import pytest
 from kvd.core.machine import Apply, Received
 from kvd.core.scheduler import partitions as partitions_module
 from kvd.core.scheduler.partitions import Entry, Servers
+from kvd.core.scheduler.record_check import RecordCheck
 from kvd.core.server import handover as handover_module
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.giving_up import GivingUp
@@ -72,6 +73,12 @@ def clocks_are_forgotten_at_a_promotion(patch: pytest.MonkeyPatch) -> None:
 def backups_hold_nothing(patch: pytest.MonkeyPatch) -> None:
     """A backup says that it holds a round, and does not."""
     patch.setattr(HeldRounds, "hold", lambda rounds, event, message, held: rounds._answers.confirm(event))
+
+
+def old_records_are_believed(patch: pytest.MonkeyPatch) -> None:
+    """A restarted scheduler takes its record for the newest, whatever the nodes know."""
+    patch.setattr(RecordCheck, "is_open", property(lambda check: False))
+    patch.setattr(RecordCheck, "is_refuted", lambda check, event, role: False)
 
 
 def the_deposed_go_on(patch: pytest.MonkeyPatch) -> None:
@@ -173,6 +180,7 @@ LATE = replace(SERVERS_DIE, within_s=25.0, server_crashes=5)
         pytest.param(
             views_are_not_compared, FAILOVERS["list training, servers die"], "", marks=pytest.mark.soak
         ),  # it takes many seeds
+        (old_records_are_believed, FAILOVERS["ledger, old record, servers die"], ""),
         (a_slice_is_not_copied, FAILOVERS["lives, servers die"], "of partition"),
         (hands_over_before_its_records_are_held, FAILOVERS["lists, servers die"], "holds round"),
         (rounds_close_while_it_winds_down, SLOW_UPDATES, "holds round"),

@@ -36,13 +36,19 @@ class Deaths:
         self._changed = changed
 
     def process_ended(self, seat: Seat | None, reason: str, now: float) -> None:
-        """A server without its process is dead at once; a worker may be started again until its timeout."""
+        """A server without its process is dead at once; a worker may be started again until its timeout.
+
+        If nobody was heard at the place since this start, only the record says who has it: another process may have
+        taken it since, and has the whole timeout to be heard.
+        """
         if seat is None or not seat.is_living:
             return
-        if seat.member.role == "server":
+        was_heard = self._liveness.was_heard(seat)
+        if seat.member.role == "server" and was_heard:
             self._declare_dead(seat, reason, now)
-        else:
-            left_s = self._liveness.process_ended(seat, reason, now)
+            return
+        left_s = self._liveness.process_ended(seat, reason, now)
+        if was_heard:
             text = f"{seat.name}: {reason}; it can be started again within {left_s:.1f} s"
             self._log("warning", text, node_id=seat.member.node_id)
 

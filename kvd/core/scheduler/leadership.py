@@ -5,20 +5,17 @@ from __future__ import annotations
 from kvd.core.machine import Received
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.partitions import Partitions
+from kvd.core.scheduler.record_check import RecordCheck
 from kvd.core.scheduler.roster import Roster, Seat
 from kvd.core.scheduler.takeover import TakeOver
 from kvd.core.scheduler.views import MOST_TOLD, Views
-from kvd.protocol.messages import NO_VIEW, Epoch, HandedOver, Join, NotYet, NotYetReason, OutOfSync, Synced
+from kvd.protocol.messages import NO_VIEW, HandedOver, Join, NotYet, NotYetReason, OutOfSync, Synced
 
 
 class Leadership:
     """Fills the table of a run. While that is empty, nobody has a seat, and who joins has to wait.
 
-    With one replica there is no table: nothing here does anything.
-
-    Args:
-        recorded: the newest view of the record that the scheduler started from. What was announced had been recorded:
-            a server that knows a later view of an earlier scheduler proves that the record is too old.
+    With one replica there is no table, and it is always known.
     """
 
     def __init__(
@@ -28,14 +25,13 @@ class Leadership:
         liveness: Liveness,
         views: Views,
         server_timeout_s: float,
-        recorded: Epoch,
+        check: RecordCheck,
     ) -> None:
         self._partitions = partitions
         self._roster = roster
         self._liveness = liveness
         self._views = views
-        self._recorded = recorded
-        self._began = views.newest_epoch
+        self._check = check
         self._take_over = TakeOver(partitions.count, server_timeout_s)
 
     def next_deadline(self) -> float | None:
@@ -46,7 +42,6 @@ class Leadership:
     def awaits(self, event: Received, join: Join, now: float) -> NotYet | None:
         """What a node that joins is answered while it is not known who leads what; None: it is known, or `complete`
         makes it known."""
-        self.forgets(event, join.role)
         if self._partitions.is_known:
             return None
         self._take_over.take(event, join, now)
@@ -67,26 +62,28 @@ class Leadership:
         for event, join in self._take_over.arrivals():
             seat, _ = self._roster.take_seat(join, join.rank, event.sender, event.peer, event.principal.name)
             self._liveness.joined(seat, now)
-        self._recorded = self._began  # the servers have told what it does not say
+        self._check.give_up()  # the servers have told what it does not say
         self._take_over.clear()
         return True
 
     def forgets(self, event: Received, role: str) -> bool:
-        """True: a server knows a later view than this scheduler, whose record is too old. All nodes must come again."""
-        is_possible = event.epoch.generation <= MOST_TOLD["server"]
-        is_of_earlier = self.is_news(event)
-        is_later = event.epoch > self._views.newest_epoch or is_of_earlier
-        if not (role == "server" and is_possible and is_later and self._partitions.count and self._partitions.is_known):
+        """Forget all places if the sender knows a later view than this scheduler. Return whether that happened: all
+        nodes must join again then."""
+        is_refuted = self._check.is_refuted(event, role)
+        if not (is_refuted or self._is_behind(event, role)):
             return False
-        if is_of_earlier:
-            self._take_over.distrust(self._began.generation)
+        if is_refuted and event.epoch < self._check.began:
+            self._take_over.distrust(self._check.began.generation)
+        self._check.give_up()
         self._partitions.forget()
         self._roster.forget()
         return True
 
-    def is_news(self, event: Received) -> bool:
-        """Whether the sender knows a view of an earlier scheduler that is later than the record."""
-        return self._recorded < event.epoch < self._began
+    def _is_behind(self, event: Received, role: str) -> bool:
+        """Whether a server knows a view that this scheduler has not made, although it knows who leads what."""
+        is_possible = role == "server" and event.epoch.generation <= MOST_TOLD["server"]
+        is_later = event.epoch > self._views.newest_epoch
+        return is_possible and is_later and self._partitions.count > 0 and self._partitions.is_known
 
     # ── what servers show ──
 

@@ -42,11 +42,13 @@ class Liveness:
         }  # the longest first
         for seat in roster.seats():
             self._by_silence[seat.member.role][seat.place] = None  # who is found not to live is taken out
+        self._unheard = set(self._heard_at)  # places of a record: nobody was heard there since this start
         self._ended: dict[tuple[str, int], str] = {}  # how a process ended whose member is not declared dead yet
         self._is_alone = is_alone
         self._spared: set[tuple[str, int]] = set()  # servers that are alone, and were silent for a whole timeout
         self._last_step = now
-        self._awaited: dict[tuple[str, int], float] = {}  # dead workers that may be on their way back, and until when
+        return_by = now + worker_timeout_s
+        self._awaited = {("worker", rank): return_by for rank in roster.dead_ranks()}  # may be on their way back
 
     # ── what is known ──
 
@@ -73,6 +75,11 @@ class Liveness:
         order[place] = None
         order.move_to_end(place)
         self._spared.discard(place)
+        self._unheard.discard(place)
+
+    def was_heard(self, seat: Seat) -> bool:
+        """Whether the holder of this place was heard since this scheduler started."""
+        return seat.place not in self._unheard
 
     def process_ended(self, seat: Seat, reason: str, now: float) -> float:
         """The seat's process has ended. Returns the seconds that are left to start it again, from 0."""

@@ -52,6 +52,7 @@ from kvd.core.scheduler.meetings import Meeting, Meetings
 from kvd.core.scheduler.partitions import Partitions, servers_of
 from kvd.core.scheduler.phase import IN_WORDS, RunLife
 from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.record_check import RecordCheck
 from kvd.core.scheduler.report import run_report
 from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
 from kvd.core.scheduler.seating import Seating
@@ -62,6 +63,7 @@ from kvd.protocol.messages import (
     EXIT_BARRIER,
     NO_RANK,
     NO_RUN,
+    NO_VIEW,
     PREPARED,
     Departure,
     Done,
@@ -165,14 +167,17 @@ class SchedulerMachine:
         self._deaths = Deaths(self._roster, self._liveness, self._log, self._publish)
         waits = WaitReports(self._roster, self._liveness, self._gatherings, incarnation)
         self._views = Views(generation, 0 if saved is None else 1, self._view())
-        self._leadership = Leadership(
-            self._partitions,
-            self._roster,
-            self._liveness,
-            self._views,
-            settings.server_timeout_s,
+        self._check = RecordCheck(
             Epoch(earlier.generation, earlier.epoch),
+            self._views.newest_epoch,
+            servers_of(self._roster),
+            settings.server_timeout_s,
+            now,
         )
+        self._leadership = Leadership(
+            self._partitions, self._roster, self._liveness, self._views, settings.server_timeout_s, self._check
+        )
+        self._was_refuted = False
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
             Join: partial(self._join, seating),
@@ -218,12 +223,22 @@ class SchedulerMachine:
         self._out = []
         if self._liveness.forgive_after_pause(now):
             self._log("warning", "this scheduler was paused; every node has a full timeout from now on")
+            self._check.start_over(now)
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, Persisted):
             self._out += self._views.saved(event.token, self._listeners(), now)
         elif isinstance(event, PeerLost):
             self._deaths.process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
+        self._check.expire(now)
+        if not self._check.is_open:
+            self._judge(now)
+        if self._views.is_due(now):
+            self._out += self._views.announcements(self._listeners(), now)
+        return self._out
+
+    def _judge(self, now: float) -> None:
+        """Follow what has become due."""
         self._deaths.judge(now)
         if self._liveness.stops_awaiting(now):
             settled = self._meetings.settle()
@@ -233,11 +248,10 @@ class SchedulerMachine:
         if self._life.expire(self._roster, now):
             self._log("warning", IN_WORDS[self._life.phase])
             self._publish()
-        if self._views.is_due(now):
-            self._out += self._views.announcements(self._listeners(), now)
-        return self._out
 
     def next_deadline(self) -> float | None:
+        if self._check.is_open:
+            return self._check.next_deadline()
         deadlines = (
             self._liveness.next_deadline(),
             self._life.next_deadline(self._roster),
@@ -295,6 +309,15 @@ class SchedulerMachine:
         for seat in self._roster.living():
             self._liveness.joined(seat, now)
         self._partitions.begin(servers_of(self._roster), self._views.next_epoch)
+
+    def checking_text(self) -> str:
+        """Why nobody can join until it is known that the record is the newest; "" if that is known."""
+        return self._check.text() if self._check.is_open else ""
+
+    @property
+    def was_refuted(self) -> bool:
+        """Whether the record turned out to be too old."""
+        return self._was_refuted
 
     @property
     def is_prepared(self) -> bool:
@@ -358,7 +381,7 @@ class SchedulerMachine:
         if objection is not None:
             self._out.append(Send(event.peer, objection))
             return
-        not_yet = self._leadership.awaits(event, join, now)
+        not_yet = self._not_yet_checked(event, join) or self._leadership.awaits(event, join, now)
         if not_yet is not None:
             self._out.append(Send(event.peer, not_yet))
             return
@@ -388,6 +411,28 @@ class SchedulerMachine:
         newcomer = Listener(event.peer, join.role, event.sender)
         self._out += self._views.when_saved(Send(event.peer, welcome), newcomer)
 
+    def _not_yet_checked(self, event: Received, join: Join) -> NotYet | None:
+        """What a node that joins is answered while the record may be too old, or if it has just proved that."""
+        if self._is_refuted(event, join.role):
+            text = "the record of this scheduler is too old: it asks its nodes"
+        else:
+            if join.role == "server":
+                self._check.heard(self._roster.rank_for(join, had_it=event.epoch != NO_VIEW))
+            if not self._check.is_open:
+                return None
+            text = self._check.text()
+        return NotYet(join.request, NotYetReason.BUSY, text)
+
+    def _is_refuted(self, event: Received, role: str) -> bool:
+        """Whether the sender has just proved that the record is too old."""
+        if not self._leadership.forgets(event, role):
+            return False
+        self._was_refuted = True
+        for rank in range(self._agreement.settings.most_workers):
+            self._gatherings.withdraw(rank)  # who waits asks again once it has joined
+        self._log("warning", "the record of this scheduler is too old: asking the nodes for what has changed")
+        return True
+
     def _welcome_newcomer(self, seat: Seat, replaced: Seat | None, now: float) -> None:
         """A new incarnation has this seat: its earlier holder must stop, and waits at no barrier."""
         self._liveness.joined(seat, now)
@@ -404,9 +449,12 @@ class SchedulerMachine:
     def _heartbeat(self, event: Received, heartbeat: Heartbeat, now: float) -> None:
         seat = self._sender_seat(event, 0, now)
         if seat is not None:
-            interval_s = self._liveness.interval_s(seat.member.role)
-            self._out.append(Send(event.peer, HeartbeatAck(self._liveness.quiet(now), interval_s)))
+            self._acknowledge(event.peer, seat, now)
             self._out += self._views.catch_up(Listener(event.peer, seat.member.role, event.sender), event.epoch)
+
+    def _acknowledge(self, peer: Peer, seat: Seat, now: float) -> None:
+        interval_s = self._liveness.interval_s(seat.member.role)
+        self._out.append(Send(peer, HeartbeatAck(self._liveness.quiet(now), interval_s)))
 
     def _leave(self, event: Received, leave: Leave, now: float) -> None:
         seat = self._sender_seat(event, leave.request, now)
@@ -497,16 +545,17 @@ class SchedulerMachine:
     # ── who sent it ──
 
     def _sender_seat(self, event: Received, request: int, now: float) -> Seat | None:
-        """The seat of a member, which was just heard. Anyone else is told to stop, or to join."""
+        """The seat of a member, which was just heard. Anyone else is told to stop, or to join. While the record is
+        checked, a member gets no answer except to heartbeats, and asks again."""
         if self._lost_its_place(event, request):
             return None
         seat = self._roster.seat_of(event.sender)
-        if seat is not None and self._leadership.forgets(event, seat.member.role):
-            self._log("warning", "the record of this scheduler is too old: asking the servers for what has changed")
-        elif seat is not None:
-            self._heard(seat, event, now)
-            return seat
-        message, is_news = event.message, self._leadership.is_news(event)  # then it may have taken its place since
+        if seat is not None and not self._is_refuted(event, seat.member.role):
+            if self._is_checked(seat, event, now):
+                self._heard(seat, event, now)
+                return seat
+            return None
+        message, is_news = event.message, self._check.is_news(event)  # then it may have taken its place since
         if isinstance(message, Heartbeat) and self._roster.has_seat(message.role, message.rank) and not is_news:
             text = _replaced_text(name_of(message.role, message.rank))
             self._refuse(event.peer, request, ErrorCode.REPLACED, text)
@@ -514,6 +563,17 @@ class SchedulerMachine:
             text = "the scheduler does not know this node"
             self._out.append(Send(event.peer, NotYet(request, NotYetReason.NOT_JOINED, text)))
         return None
+
+    def _is_checked(self, seat: Seat, event: Received, now: float) -> bool:
+        """Whether the record counts, now that this member was heard, which knows no later view."""
+        if seat.member.role == "server":
+            self._check.heard(seat.member.rank)
+        if not self._check.is_open:
+            return True
+        self._liveness.heard(seat, now)
+        if isinstance(event.message, Heartbeat):
+            self._acknowledge(event.peer, seat, now)
+        return False
 
     def _lost_its_place(self, event: Received, request: int) -> bool:
         """Tells a process whose place another one has to stop."""

@@ -79,6 +79,7 @@ class SchedulerRouter:
         self._cluster = SchedulerMachine(settings, incarnation, generation, now, cluster, with_workers=False)
         self._runs = Runs([] if saved is None else [self._restored(entry, now) for entry in saved["runs"]])
         self._cluster.restore_runs(self._runs.entries())
+        self._unconfirmed = {slot.run for slot in self._runs if slot.machine is not None}  # only the record has them
         self._out: list[Effect] = []
         self._saving = Saving()
         self._door = Door(self._machines)
@@ -240,6 +241,10 @@ class SchedulerRouter:
         if malformed is not None:
             self._send(event, malformed)
             return
+        checking = self._checking(join)
+        if checking is not None:
+            self._send(event, checking)
+            return
         choice, slot = self._runs.choose(join)
         if choice is Choice.BEGIN:
             self._begin(pseudonym(event.sender), event, join, now)
@@ -256,6 +261,13 @@ class SchedulerRouter:
         else:
             self._refuse(event, ErrorCode.JOB_ENDED, slot.ended_text(), slot.job)
 
+    def _checking(self, join: Join) -> NotYet | None:
+        """What a worker that names no run is answered while the record may be too old: it may not know the run."""
+        newest = self._runs.newest(join.job)
+        machines = [self._cluster] if newest is None or newest.machine is None else [self._cluster, newest.machine]
+        texts = (machine.checking_text() for machine in machines)
+        return next((NotYet(join.request, NotYetReason.BUSY, text) for text in texts if text), None)
+
     def _has_lost_its_turn(self, slot: RunSlot, event: Received) -> bool:
         """A worker of a run that is over, and whose job has a later one, cannot bring it back to life."""
         machine = slot.machine
@@ -271,8 +283,9 @@ class SchedulerRouter:
         """Begins a run with its first worker, once all servers are there: until then, one of them may know a run that a
         scheduler without its record does not. A reader begins none."""
         missing = ", ".join(self._cluster.roster.missing())
-        if missing:
-            self._send(event, NotYet(join.request, NotYetReason.BUSY, f"waiting for {missing}"))
+        waiting = self._cluster.checking_text() or (missing and f"waiting for {missing}")
+        if waiting:
+            self._send(event, NotYet(join.request, NotYetReason.BUSY, waiting))
             self._out.append(InRun(event.run, self._cluster.epoch, self._cluster.shown(event.peer, join.role)))
             return
         if join.role == "observer":
@@ -295,6 +308,7 @@ class SchedulerRouter:
 
     def _take_over(self, entries: Sequence[RunEntry], now: float) -> None:
         """A server brings the runs that it knows: a scheduler whose record is lost has no other source."""
+        self._unconfirmed -= {entry.run for entry in entries if entry.phase is not RunPhase.GONE}
         for entry in entries:
             is_new = self._runs.find(entry.run) is None and entry.phase is not RunPhase.GONE
             fits = size_problem(self._settings_of(entry.num_workers).cluster) is None  # else no record could have it
@@ -318,10 +332,19 @@ class SchedulerRouter:
 
     def _follow_phases(self) -> None:
         """Tells the servers of phases that have changed, and gives up what is too old to be kept."""
+        if self._cluster.was_refuted and self._unconfirmed and not self._cluster.roster.missing():
+            self._give_up_unconfirmed()
         while (excess := self._runs.excess()) is not None:
             self._give_up(excess)
         if self._cluster.announced_runs != self._runs.entries():
             self._announce()
+
+    def _give_up_unconfirmed(self) -> None:
+        """The record was too old, and all servers have said which runs there are: others of the record have ended."""
+        unconfirmed, self._unconfirmed = self._unconfirmed, set()
+        for slot in self._runs:
+            if slot.run in unconfirmed and slot.machine is not None:
+                self._give_up(slot)
 
     def _give_up(self, slot: RunSlot, answers: Sequence[Send] = ()) -> None:
         """Forgets the run, and tells its workers."""

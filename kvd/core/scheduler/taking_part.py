@@ -72,6 +72,7 @@ class TakingPart:
         is_newest, seat.took_part = message.request >= seat.took_part, max(message.request, seat.took_part)
         if not is_newest:
             return Outcome(False, Done(message.request))
+        came_in = seat.came_in  # barriers depend on it as well
         if message.taking is Taking.ARRIVED:
             seat.came_in = message.place
         first = self._roster.comes_in_before(seat) if message.taking is Taking.IN else None
@@ -84,7 +85,7 @@ class TakingPart:
         has_changed = self._roster.transition(seat, _WHAT_HAPPENS[message.taking], reason)
         if has_changed:
             self._log("debug" if was_late else "info", f"{seat.name} {in_words(seat.member.state)}")
-        return Outcome(has_changed, Done(message.request))
+        return Outcome(has_changed or seat.came_in != came_in, Done(message.request))
 
     def late(self, seat: Seat, message: Late, known: Epoch, newest: Epoch, now: float) -> Outcome:
         """A server that knows the view `known` says that a quorum waits for these workers."""
