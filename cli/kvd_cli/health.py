@@ -17,6 +17,7 @@ from kvd_cli.copies import (
     numbers_of,
     partitions_of,
 )
+from kvd_cli.slow_paths import slow_paths
 from kvd_cli.standstills import standstills_of
 
 SLICES_EACH: Final = 8
@@ -83,6 +84,7 @@ def health_of(report: Report) -> Health:
             "insecure: this cluster has no keys. Whoever reaches its ports can read and change everything, and end it. "
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
+    advice += slow_paths(report)
     advice += [_emptied(name) for name in _empty_servers(report)]
     copies, fewer = degraded or differed or failed, _in_state(report, "worker", "lost", "back")
     shrunk = set(fewer).difference(_new(report))

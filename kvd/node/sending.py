@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, Span
+from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, ServerPeer, Span
 from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
 from kvd.node.whole_buffers import joined
@@ -130,11 +130,13 @@ class MessageSender:
         return report
 
     def _report(self, run: int) -> dict[str, object]:
-        """The machine's own report with the facts of this process and, if this node has accepted links within its host,
-        how its messages travel over them."""
+        """The machine's own report, with the facts of this process, how its messages travel to each server that it has
+        connected to (by incarnation), and over links within its host, if it has accepted any."""
         now = self._stepper.now()
         process = {"version": __version__, "pid": os.getpid(), "uptime_s": round(now - self._started_at, 3)}
         report = {**self._machine.explain(now, run), **process}
         paths = self._transport.paths().items()
         links = [path for peer, path in paths if peer.kind is PeerKind.LINK and path.kind in WITHIN_HOST]
-        return {**report, "links": links[0].describe()} if links else report
+        to_servers = {f"{peer:016x}": path.describe() for peer, path in paths if isinstance(peer, ServerPeer)}
+        own = {"links": links[0].describe()} if links else {}
+        return {**report, "paths_to_servers": to_servers, **own}
