@@ -6,7 +6,7 @@ and again, and compute nothing. Each round measures every kind of connection in 
 
 - ``insecure``: links over TCP, not encrypted
 - ``zmq``: ZeroMQ over TCP, not encrypted
-- ``sealed``: encrypted links over TCP (the extra ``crypto``)
+- ``sealed``: encrypted links over TCP
 - ``curve``: ZeroMQ's own encryption, without such links
 """
 

@@ -33,6 +33,7 @@ from kvd.errors import (
     StoreClosed,
     VersionUnavailable,
 )
+from kvd.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvd import aio, initializer, optimizer
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from kvd.config import Config
     from kvd.tables.description import RowSparse
     from kvd.tables.row_values import RowSparseArray
-
-__version__ = "0.1.0"
 
 __all__ = [
     "create",

@@ -14,7 +14,7 @@ from kvd_cli.health import health_of
 from kvd_cli.jobs import print_runs
 from kvd_cli.optimizers import optimizer_rows
 from kvd_cli.options import current
-from kvd_cli.output import ago, print_json, print_table, size
+from kvd_cli.output import ago, lasting, print_advice, print_json, print_table, size
 
 SHARED_MEMORY = "shared memory"  # the usual path, which needs no note
 
@@ -24,8 +24,9 @@ SHARED_MEMORY = "shared memory"  # the usual path, which needs no note
 def status() -> None:
     """Show the nodes of the cluster and the state of its servers.
 
-    Exits with 1 if a node is dead or missing, if a worker's process has ended, if a server has left while workers are
-    active, if a server does not answer, or if there are fewer copies of the values than there should be.
+    Exits with 1 if a node is dead, missing or silent, if a worker's process has ended, if a server has left while
+    workers are active, if a server does not answer, if training stands still, or if there are fewer copies of the
+    values than there should be.
     """
     report = _ask()
     health = health_of(report)
@@ -36,6 +37,8 @@ def status() -> None:
         if report.get("servers"):
             click.echo()
             print_table(*_server_table(report))
+            click.echo()
+            print_table(_PROGRESS, _progress_rows(report))
         optimizers = optimizer_rows(report.get("servers", ()))
         if optimizers:
             click.echo()
@@ -52,8 +55,7 @@ def status() -> None:
             click.echo()
             print_table(["WORKER", "PUSHES", "STALENESS", "MAX"], staleness)
         sys.stdout.flush()
-        for line in health.advice:
-            click.echo(line, err=True)
+        print_advice(health.advice, err=True)
     click.get_current_context().exit(0 if health.is_healthy else 1)
 
 
@@ -62,15 +64,16 @@ def status() -> None:
 def doctor() -> None:
     """Say what is wrong with the cluster, and what to do about it.
 
-    Exits with 1 if something is.
+    Exits with 1 if something is: what makes status exit with 1, and training that stands still. A round or barrier
+    stands still when it has waited for 10 times as long as a step usually takes, and for 10 s. With -o json, the
+    document is that of status.
     """
     report = _ask()
     health = health_of(report)
     if current().output == "json":
-        print_json({"healthy": health.is_healthy, "advice": health.advice})
+        print_json({"healthy": health.is_healthy, "advice": health.advice, **report})
     else:
-        for line in health.advice or ("all is well",):
-            click.echo(line)
+        print_advice(health.advice or ["all is well"])
     click.get_current_context().exit(0 if health.is_healthy else 1)
 
 
@@ -84,15 +87,22 @@ def _member_rows(report: Report) -> list[list[object]]:
     generation, epoch = report["view"]
     loaded = current().loaded
     address = loaded.config.scheduler if loaded is not None else "-"
-    rows: list[list[object]] = [["scheduler", "active", address, "now", f"view {generation}.{epoch}"]]
+    version = report.get("version", "")
+    own = f"view {generation}.{epoch}" + (f", kvd {version}, {_uptime(report)}" if version else "")
+    rows: list[list[object]] = [["scheduler", "active", address, "now", own]]
+    servers = {server["rank"]: server for server in report.get("servers", ()) if "version" in server}
     for member in report["members"]:
         notes = [f"{member['node_id']}, process {member['pid']}"]
+        server = servers.get(member["rank"]) if member["role"] == "server" else None
+        if server is not None:
+            other = f", kvd {server['version']}" if server["version"] != version else ""
+            notes[0] += f"{other}, {_uptime(server)}"
         if member["reason"]:
             notes.append(member["reason"])
         rows.append(
             [
                 f"{member['role']} {member['rank']}",
-                "ended" if member["process_ended"] else member["state"],
+                "ended" if member["process_ended"] else "silent" if member.get("is_silent") else member["state"],
                 member["address"] or "-",
                 "-" if member["state"] == "left" else ago(member["last_heard_s"]),
                 ": ".join(notes),
@@ -100,6 +110,10 @@ def _member_rows(report: Report) -> list[list[object]]:
         )
     rows.extend([name, "missing", "-", "-", "never joined"] for name in report["missing"])
     return rows
+
+
+def _uptime(report: Report) -> str:
+    return f"up {lasting(report['uptime_s'])}"
 
 
 def _server_table(report: Report) -> tuple[list[str], list[list[object]]]:
@@ -117,6 +131,33 @@ def _server_table(report: Report) -> tuple[list[str], list[list[object]]]:
         rows.append([f"server {server['rank']}", *copies, *figures, notes])
     places = ["LEADS", "BACKS UP"] if partitions else []
     return ["SERVER", *places, "KEYS", "SLICES", "HOLDS", "STAGED", "WAITING", "NOTES"], rows
+
+
+_PROGRESS = ["SERVER", "STEP", "PER SECOND", "USUAL", "OPEN FOR", "WAITS FOR", "MEMORY"]
+
+
+def _progress_rows(report: Report) -> list[list[object]]:
+    """How far training has come by each server, which of its rounds is open the longest, and the memory that it uses of
+    its limit."""
+    rows: list[list[object]] = []
+    for server in report["servers"]:
+        if "error" in server or "step" not in server:
+            continue
+        usual_s, open_rounds = server["usual_step_s"], server["open_rounds"]
+        oldest = open_rounds[0] if open_rounds else None
+        used = server["memory_used_bytes"] + server["memory_of_other_runs_bytes"]
+        rows.append(
+            [
+                f"server {server['rank']}",
+                server["step"],
+                f"{server['steps_per_s']:.2f}",
+                "-" if usual_s is None else lasting(usual_s),
+                "-" if oldest is None else lasting(oldest["age_s"]),
+                "-" if oldest is None else ", ".join(oldest["waits_for"]),
+                f"{size(used)} of {size(server['memory_limit_bytes'])}",
+            ]
+        )
+    return rows
 
 
 def _notes_of(server: Report) -> list[str]:

@@ -17,6 +17,8 @@ from kvd_cli.copies import (
     numbers_of,
     partitions_of,
 )
+from kvd_cli.slow_paths import slow_paths
+from kvd_cli.standstills import standstills_of
 
 SLICES_EACH: Final = 8
 """With this many slices per server, a server without any is no accident: the odds are a thousand to one."""
@@ -30,8 +32,8 @@ class Health:
 
     Attributes:
         is_healthy: whether no node is dead, missing or silent, no active worker's process has ended, no server has left
-            its workers, each value has as many copies as it should and they were always alike, and the scheduler can
-            save its state.
+            its workers, nothing has waited for too long, each value has as many copies as it should and they were
+            always alike, and the scheduler can save its state.
         advice: a line for each thing that is or looks wrong, with what to do.
     """
 
@@ -56,11 +58,14 @@ def health_of(report: Report) -> Health:
     differed = differences(report)
     failed = failed_copies(report)
     advice += differed + failed
+    are_values_lost = _are_values_lost([*servers, *deserters], partitions)
     if workers:
-        advice.append(f"dead: {', '.join(workers)}. {_start_again(workers)}")
-    advice += _advice_on_workers_apart(report)
+        advice.append(f"dead: {', '.join(workers)}. {_start_again(workers, are_values_lost=are_values_lost)}")
+    advice += [] if are_values_lost else _advice_on_workers_apart(report)
     if ended:
-        advice.append(f"process ended: {', '.join(ended)}. {_start_again(ended)}")
+        advice.append(f"process ended: {', '.join(ended)}. {_start_again(ended, are_values_lost=are_values_lost)}")
+    standstills = standstills_of(report)
+    advice += standstills.findings + standstills.notes
     if missing:
         advice.append(f"missing: {', '.join(missing)}. The job waits until all have joined.")
     if silent:
@@ -79,10 +84,12 @@ def health_of(report: Report) -> Health:
             "insecure: this cluster has no keys. Whoever reaches its ports can read and change everything, and end it. "
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
+    advice += slow_paths(report)
     advice += [_emptied(name) for name in _empty_servers(report)]
     copies, fewer = degraded or differed or failed, _in_state(report, "worker", "lost", "back")
     shrunk = set(fewer).difference(_new(report))
-    wrong = servers or deserters or copies or workers or shrunk or ended or missing or silent or unsaved
+    stalled = standstills.findings
+    wrong = servers or deserters or copies or workers or shrunk or ended or stalled or missing or silent or unsaved
     return Health(not wrong, tuple(advice))
 
 
@@ -168,7 +175,15 @@ def _what_is_gone(servers: list[str], partitions: Sequence[Partition]) -> str:
     return f"With replicas=1 {keys} gone: {_FROM_CHECKPOINT}."
 
 
-def _start_again(workers: list[str]) -> str:
+def _are_values_lost(gone: Sequence[str], partitions: Sequence[Partition]) -> bool:
+    """Whether there are values that only servers had which are gone."""
+    return bool(gone) and (not partitions or bool(lost(partitions, gone)))
+
+
+def _start_again(workers: list[str], *, are_values_lost: bool = False) -> str:
+    if are_values_lost:
+        they = "them" if len(workers) > 1 else "it"
+        return f"Starting {they} again does not help: values are gone with a server, see above."
     if len(workers) > 1:
         return "Start them again under the same node id, and they get their ranks back."
     return "Start it again under the same node id, and it gets its rank back."

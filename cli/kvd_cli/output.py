@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,6 +26,8 @@ STYLES = {
     "back": "yellow",
     "returning": "yellow",
     "missing": "yellow",
+    "silent": "yellow",
+    "failing": "bold red",
 }
 """The style of a cell that consists of this word."""
 
@@ -57,6 +60,17 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     console().print(table)
 
 
+def print_advice(lines: Sequence[str], *, err: bool = False) -> None:
+    """Print one piece of advice per line, wrapped between words on a terminal only."""
+    stream = sys.stderr if err else sys.stdout
+    for line in lines:
+        text = printable(line)
+        if stream.isatty():
+            width = Console(file=stream).width
+            text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        click.echo(text, err=err)
+
+
 def printable(text: str) -> str:
     """The text with control characters escaped: names come from the network, and must not move the cursor."""
     if text.isprintable():
@@ -71,6 +85,21 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def lasting(seconds: float) -> str:
+    """A duration, as people read it."""
+    if seconds < 0.001:
+        return "less than 1 ms"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
 def ago(seconds: float) -> str:

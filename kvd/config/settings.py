@@ -129,7 +129,7 @@ class Config:
     )
     tcp_links: str = declare(
         "auto",
-        "links over TCP, with keys encrypted (by the extra crypto); auto: between hosts, always: on one host, too",
+        "links over TCP, with keys encrypted; auto: between hosts, always: on one host, too",
         choices=("auto", "off", "always"),
         used_by=("server", "worker"),
     )

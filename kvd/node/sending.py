@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from functools import partial
 
-from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, Span
+from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, ServerPeer, Span
 from kvd.errors import ProtocolError
 from kvd.node.threads import Stepper
 from kvd.node.whole_buffers import joined
@@ -28,6 +29,7 @@ from kvd.protocol.messages import (
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import Transport
 from kvd.transport.leases import payload_nbytes
+from kvd.version import __version__
 
 STATUS_PAUSE = 10  # times what it took to make a report, until another one is made
 QUICK_REPORT_S = 0.005  # reports that take less are made each time
@@ -46,6 +48,7 @@ class MessageSender:
         self._machine = machine
         self._transport = transport
         self._stepper = stepper
+        self._started_at = stepper.now()
         self._latest_view: tuple[Epoch, int] | None = None  # the epoch and the run of what is in `_encoded`
         self._encoded: dict[int, tuple[Message, bytes]] = {}  # by the identity of the message
         self._reports: dict[int, tuple[float, bytes]] = {}  # by run: the latest one, and until when it is good enough
@@ -127,9 +130,13 @@ class MessageSender:
         return report
 
     def _report(self, run: int) -> dict[str, object]:
-        """The machine's own report and, if this node has accepted links within its host, how its messages travel
-        over them."""
-        report = self._machine.explain(self._stepper.now(), run)
+        """The machine's own report, with the facts of this process, how its messages travel to each server that it has
+        connected to (by incarnation), and over links within its host, if it has accepted any."""
+        now = self._stepper.now()
+        process = {"version": __version__, "pid": os.getpid(), "uptime_s": round(now - self._started_at, 3)}
+        report = {**self._machine.explain(now, run), **process}
         paths = self._transport.paths().items()
         links = [path for peer, path in paths if peer.kind is PeerKind.LINK and path.kind in WITHIN_HOST]
-        return {**report, "links": links[0].describe()} if links else report
+        to_servers = {f"{peer:016x}": path.describe() for peer, path in paths if isinstance(peer, ServerPeer)}
+        own = {"links": links[0].describe()} if links else {}
+        return {**report, "paths_to_servers": to_servers, **own}

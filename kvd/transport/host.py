@@ -7,6 +7,7 @@ messages to the server wait here, so that none overtakes another. Without a link
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 import time
@@ -25,13 +26,17 @@ from kvd.transport.link import Link
 from kvd.transport.link_listener import LinkListener, TcpLinks
 from kvd.transport.link_proof import Medium, Proven
 from kvd.transport.link_reader import LinkReader
-from kvd.transport.link_seeker import LinkSeeker
+from kvd.transport.link_seeker import TURNED_OFF, LinkSeeker
+from kvd.transport.link_sockets import tcp_address_of
 from kvd.transport.offered import MapBudget
 from kvd.transport.offers import InvalidOfferError, Kind, is_about_links, unpack
+from kvd.transport.sealing import remedy_for
 from kvd.transport.segments import Arena
 from kvd.transport.sink import Sink
 from kvd.transport.waiting import Waiting
 from kvd.transport.zmq import ZmqTransport
+
+logger = logging.getLogger("kvd.transport")
 
 ARENA_LIMIT_BYTES = 1 << 30
 MAX_ACCEPTED = 1024
@@ -56,6 +61,7 @@ class HostTransport:
         curve: the keys of this node, for ZeroMQ; None: it uses none.
         memory_limit_bytes: what this process may have; who takes too much of it is cut off. 0: no limit.
         copies_parts: see `Arena`.
+        warns_of_curve: whether to log once that values travel between hosts by ZeroMQ's own encryption, which is slow.
     """
 
     def __init__(
@@ -68,7 +74,9 @@ class HostTransport:
         curve: Curve | None = None,
         memory_limit_bytes: int = 0,
         copies_parts: bool = False,
+        warns_of_curve: bool = True,
     ) -> None:
+        self._warns_of_curve = warns_of_curve and curve is not None
         self.arena = Arena(arena_limit_bytes if shared_memory else 0, copies_parts=copies_parts)
         self._zmq = ZmqTransport(io_threads, curve, memory_limit_bytes)
         self._sink = Sink()
@@ -118,7 +126,9 @@ class HostTransport:
         self.disconnect(peer)
         self._zmq.connect(peer, address, key)
         if not self._seeker.may_seek:
-            self._zmq_reasons[peer] = "turned off"
+            self._zmq_reasons[peer] = TURNED_OFF
+            if peer.kind is PeerKind.SERVER:
+                self._warn_of_curve(address, TURNED_OFF)
         elif peer.kind is not PeerKind.SERVER:
             self._zmq_reasons[peer] = "links lead to servers only"
         else:
@@ -269,8 +279,20 @@ class HostTransport:
         self._add(peer, connection, proven)
         self._decided(peer, "")
 
-    def _not_opened(self, peer: ServerPeer, reason: str) -> None:
+    def _not_opened(self, peer: ServerPeer, address: str, reason: str) -> None:
         self._decided(peer, reason)
+        self._warn_of_curve(address, reason)
+
+    def _warn_of_curve(self, address: str, reason: str) -> None:
+        """Log the first fallback to ZeroMQ's own encryption on the way to another host."""
+        where = tcp_address_of(address)
+        if self._warns_of_curve and where is not None and not where.is_local:
+            self._warns_of_curve = False
+            text = (
+                "values travel to the server at %s by ZeroMQ's own encryption (CURVE), which takes several times as "
+                "long as an encrypted link: %s. %s"
+            )
+            logger.warning(text, address, reason, remedy_for(reason))
 
     def _decided(self, peer: Peer, reason: str) -> None:
         """It is known how messages travel to the peer: over its link, or over ZeroMQ for this reason."""

@@ -23,10 +23,11 @@ ANSWER_WITHIN_S = 10.0  # a server that does not answer would not take messages 
 OPEN_WITHIN_S = 3.0
 OPEN_WITHIN_HOST_S = 10.0
 
+TURNED_OFF = "turned off"
 ELSEWHERE = "no link at this host: the peer is on another host, in another network namespace, or has links turned off"
 
 Found: TypeAlias = "Callable[[ServerPeer, socket.socket, Proven], None]"
-NotFound: TypeAlias = "Callable[[ServerPeer, str], None]"
+NotFound: TypeAlias = "Callable[[ServerPeer, str, str], None]"
 
 
 class _Search:
@@ -55,7 +56,7 @@ class LinkSeeker:
     Args:
         ask: sends a message of this file's protocol over ZeroMQ.
         found: takes a connection whose other end has proven itself.
-        not_found: is told why there is none.
+        not_found: takes the address of a server, and why there is no link to it.
         unix: whether to open links within the host.
         tcp: what links over TCP consist of; None: none are opened.
     """
@@ -90,7 +91,7 @@ class LinkSeeker:
         """Asks the server for a link. There is a connection to it over ZeroMQ, at this address."""
         search = self._searches[peer] = _Search(peer, address)
         if not self._unix:
-            search.reasons.append("turned off")
+            search.reasons.append(TURNED_OFF)
         self._limit(search)
         self._ask(peer, pack_ask(search.question))
 
@@ -127,7 +128,7 @@ class LinkSeeker:
     def _fail(self, search: _Search, reason: str) -> None:
         search.reasons.append(reason)
         self.give_up(search.peer)
-        self._not_found(search.peer, "; ".join(search.reasons))
+        self._not_found(search.peer, search.address, "; ".join(search.reasons))
 
     # ── within the host ──
 
@@ -156,7 +157,7 @@ class LinkSeeker:
         where = tcp_address_of(search.address)
         reason = ""
         if self._tcp is None:
-            reason = "turned off"
+            reason = TURNED_OFF
         elif self._tcp is Medium.SEALED_TCP:
             reason = why_not()
         reason = reason or ("" if offer.port else offer.reason)

@@ -9,7 +9,7 @@ So a key seals at most 2^15 records and 16 GiB. NIST SP 800-38D allows 2^32 reco
 (section 8.3) and 2^39 - 256 bits in one record (section 5.2.1.1). 16 GiB are 2^30 blocks: the chance to tell them from
 noise stays below 2^-68 (RFC 8446, section 5.5, counts the same way and allows 2^-57).
 
-`cryptography` does the work. It is an extra, imported when the first link is sealed.
+`cryptography` does the work. It is imported when the first link is sealed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,24 @@ def why_not() -> str:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
-        return "the package cryptography is missing: pip install 'kvd-ps[crypto]'"
-    return "" if hasattr(AESGCM, "decrypt_into") else "the package cryptography is too old: 47 or later is needed"
+        return "the package cryptography cannot be imported"
+    return "" if hasattr(AESGCM, "decrypt_into") else "the package cryptography is too old"
+
+
+def remedy_for(reason: str) -> str:
+    """Return what makes sealed links possible between two hosts.
+
+    Args:
+        reason: why there is none, as a node says it.
+    """
+    if "cryptography" in reason:
+        return "Install it on all hosts with pip install 'cryptography>=47', and restart the job."
+    if "turned off" in reason:
+        return 'Set tcp_links = "auto" (KVD_TCP_LINKS) on all hosts, and restart the job.'
+    return (
+        "Open the ports of the servers' hosts to the other hosts of the job: a server listens for links at a port that "
+        "the system chooses. Then restart the job."
+    )
 
 
 def _cipher(key: bytes) -> Cipher:
@@ -104,7 +120,7 @@ class _Keys:
     def __init__(self, secret: bytes, records_per_key: int, first: int) -> None:
         problem = why_not()
         if problem:
-            raise ConfigError(f"links between hosts cannot be sealed: {problem}")
+            raise ConfigError(f"links between hosts cannot be sealed: {problem}. {remedy_for(problem)}")
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a secret of {len(secret)} bytes: {SECRET_BYTES} are needed")
         self._secret = secret

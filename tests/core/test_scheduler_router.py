@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import CallerPeer, InRun, Persist, Persisted, PersistFailed, Received, Send, Tick
+from kvd.core.machine import CallerPeer, InRun, PeerLost, Persist, Persisted, PersistFailed, Received, Send, Tick
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.scheduler.runs import MAX_KEPT, MAX_LIVE
@@ -251,3 +251,21 @@ def test_a_run_that_an_operator_gave_up_is_not_prepared() -> None:
     scheduler.say(worker_id(0), Leave(8, Departure.WITHDRAWN), run=before.run)
     scheduler.worker_joins(1, "program")
     assert [entry.token for entry in scheduler.router.runs.entries()] == ["operator", "program"]
+
+
+def test_a_run_of_which_all_processes_have_ended_is_not_called_running() -> None:
+    """Until their time to be started again is over, its phase stays as it was."""
+    scheduler = Scheduler()
+    scheduler.server_joins()
+    for rank in range(2):
+        scheduler.worker_joins(rank, "program")
+    (slot,) = scheduler.router.runs
+    shown = [slot.describe()["phase"]]
+    for rank in range(2):
+        scheduler.step(PeerLost(worker_id(rank), "exit code 1"))
+        shown.append(slot.describe()["phase"])
+    assert shown == ["running", "running", "failing"]
+    assert slot.phase is RunPhase.RUNNING
+    scheduler.now += TIMEOUT_S
+    scheduler.step(Tick())
+    assert slot.describe()["phase"] == "failed"

@@ -8,6 +8,7 @@ import pytest
 
 from kvd.core.machine import Effect, LogEntry, PeerLost, Send
 from kvd.protocol.messages import (
+    EXIT_BARRIER,
     MAX_STUCK_LINES,
     BarrierWait,
     Departure,
@@ -97,6 +98,51 @@ def test_it_says_who_is_missing_at_a_barrier_and_how_they_are() -> None:
     assert [fact.rank for fact in news.nodes] == [2]
     assert {wait.name for wait in answer(report(harness, 1, blocked=False)).barriers} == {"x", "y"}
     assert answer(report(harness, 2, blocked=False)).barriers == ()
+
+
+def test_its_report_says_for_how_long_workers_have_waited_at_a_barrier() -> None:
+    harness = joined(3)
+    harness.say(worker_id(0), Enter(50, "user:x", 0))
+    harness.beat(0)
+    harness.now = 15.0
+    for rank in range(3):
+        harness.beat(rank)
+    [wait] = waits_in(harness)
+    assert wait == {
+        "name": "user:x",
+        "entered": ["worker 0"],
+        "waits_for": ["worker 1", "worker 2"],
+        "age_s": 15.0,
+        "standstill_s": 10.0,
+    }
+    for rank in (1, 2):
+        harness.say(worker_id(rank), Enter(50, "user:x", 0))
+    harness.now = 16.0
+    harness.say(worker_id(0), Enter(51, "user:x", 1))
+    harness.beat(0)
+    assert waits_in(harness)[0]["age_s"] == 0.0
+
+
+def test_at_the_end_of_the_programs_a_wait_may_last() -> None:
+    harness = joined(2)
+    harness.say(worker_id(0), Enter(50, EXIT_BARRIER, 0))
+    harness.beat(0)
+    [wait] = waits_in(harness)
+    assert wait["standstill_s"] is None
+
+
+def test_a_node_that_has_missed_heartbeats_is_silent() -> None:
+    harness = joined(2)
+    harness.now = 9.0
+    harness.beat(0)
+    harness.now = 11.0
+    explained: Any = harness.machine.explain(harness.now)
+    silent = {member["rank"]: member["is_silent"] for member in explained["members"] if member["role"] == "worker"}
+    assert silent == {0: False, 1: True}
+
+
+def waits_in(harness: Harness) -> Any:
+    return harness.machine.explain(harness.now)["barrier_waits"]
 
 
 # ── the proof ──

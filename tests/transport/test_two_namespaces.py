@@ -8,16 +8,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport.curve import Curve
+from kvd.transport.link_listener import TcpLinks
 from tests.transport.host_harness import ROOT, Node, cluster_keys, eventually, run
 from tests.transport.link_harness import MIB, pattern
 
 NETWORK = f"10.213.{os.getpid() % 250}"  # others may run this test, too
+KEYS: Curve = cluster_keys()
+PEER = ServerPeer(4711)
 HERE, THERE = f"{NETWORK}.1", f"{NETWORK}.2"
 
 SERVER = """if True:
@@ -64,35 +68,70 @@ def other_namespace() -> Iterator[list[str]]:
         subprocess.run([ip, "netns", "del", name], check=False, capture_output=True)  # the veth pair goes with it
 
 
-def test_a_server_in_another_namespace_is_reached_over_a_sealed_link(other_namespace: list[str]) -> None:
-    keys: Curve = cluster_keys()
-    command = [*other_namespace, sys.executable, "-c", SERVER, THERE, keys.own.public]
+@pytest.fixture
+def server(other_namespace: list[str]) -> Iterator[str]:
+    """The address of a server there, whose incarnation is 4711."""
+    command = [*other_namespace, sys.executable, "-c", SERVER, THERE, KEYS.own.public]
     environment = {**os.environ, "PYTHONPATH": str(Path(ROOT))}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(keys.own.secret + "\n")
+        process.stdin.write(KEYS.own.secret + "\n")
         process.stdin.flush()
         address = process.stdout.readline().strip()
         assert process.stdout.readline() == "ready\n"
+        yield address
+        process.stdin.close()
+        assert process.wait(10) == 0
 
-        async def main() -> None:
-            client = Node(curve=keys)
-            try:
-                peer = ServerPeer(4711)
-                client.transport.connect(peer, address)
-                await client.decided()
-                assert client.transport.paths()[peer] == (PathKind.SEALED_TCP, "")
-                body = pattern(5 * MIB)
-                assert client.send(peer, b"echo", body)
-                await eventually(lambda: client.messages)
-                assert bytes(client.messages[0][2] or b"") == body.tobytes()
-            finally:
-                client.close()
 
+def test_a_server_in_another_namespace_is_reached_over_a_sealed_link(server: str) -> None:
+    async def main() -> None:
+        client = Node(curve=KEYS)
         try:
-            run(main)
+            client.transport.connect(PEER, server)
+            await client.decided()
+            assert client.transport.paths()[PEER] == (PathKind.SEALED_TCP, "")
+            body = pattern(5 * MIB)
+            assert client.send(PEER, b"echo", body)
+            await eventually(lambda: client.messages)
+            assert bytes(client.messages[0][2] or b"") == body.tobytes()
         finally:
-            process.communicate(timeout=20)
+            client.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("why", ["missing", "too old", "links off", "all off"])
+def test_a_fallback_to_curve_is_logged_once(
+    server: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {}
+    expected = "the package cryptography cannot be imported. Install it on all hosts with pip install"
+    if why == "missing":
+        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    elif why == "too old":
+        monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", object)
+        expected = "the package cryptography is too old. Install it on all hosts with pip install"
+    else:
+        options = {"tcp_links": TcpLinks.OFF, "shared_memory": why == "links off"}
+        expected = 'turned off. Set tcp_links = "auto" (KVD_TCP_LINKS) on all hosts'
+
+    async def main() -> None:
+        client = Node(curve=KEYS, **options)
+        quiet = Node(curve=KEYS, warns_of_curve=False, **options)
+        try:
+            for node in (client, client, quiet):  # the second time, it connects again
+                node.transport.connect(PEER, server)
+                await node.decided()
+                assert node.transport.paths()[PEER].kind == PathKind.ZMQ
+        finally:
+            client.close()
+            quiet.close()
+
+    run(main)
+    [text] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert text.startswith(f"values travel to the server at {server} by ZeroMQ's own encryption (CURVE)")
+    assert expected in text

@@ -99,6 +99,7 @@ class Engine:
             tcp_links=TcpLinks(config.tcp_links),
             arena_limit_bytes=config.memory_bound_bytes(),
             curve=curve,
+            warns_of_curve=identity.role != "observer",
         )
         self._driver = Driver(
             self.machine,

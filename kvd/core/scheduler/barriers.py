@@ -226,6 +226,10 @@ class Barriers:
         """The barriers at which workers wait, with their ranks."""
         return {name: sorted(barrier.entered) for name, barrier in self._barriers.items() if barrier.entered}
 
+    def generations(self) -> dict[str, int]:
+        """The barriers at which workers wait, with the generation that is open."""
+        return {name: barrier.generation for name, barrier in self._barriers.items() if barrier.entered}
+
     def missing(self, required: Collection[int], came_in: Mapping[int, int]) -> dict[str, list[int]]:
         """Who is missing at the barriers at which workers wait.
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from kvd.core.membership import name_of
+from kvd.core.open_waits import LOOK_S, OpenWaits
 from kvd.core.scheduler.barriers import Barriers
 from kvd.core.scheduler.points import OF_PROGRAMS, Points, SettledPoint
 from kvd.core.scheduler.roster import Roster, Seat
-from kvd.protocol.messages import MemberState
+from kvd.protocol.messages import EXIT_BARRIER, MemberState
+
+MAX_SHOWN = 16  # barriers and points in a report
 
 
 class Gatherings:
@@ -22,10 +26,41 @@ class Gatherings:
         self.points = points
         self._roster = roster
         self._breaking = breaking
+        self._waits = OpenWaits()
+        self._look_at = float("-inf")
 
     def open(self) -> dict[str, list[int]]:
         """Those at which workers wait, with their ranks."""
         return {**self.barriers.open(), **self.points.open()}
+
+    def look(self, now: float) -> None:
+        """Note at which barriers and points workers wait now, for the ages in `describe`."""
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._waits.look({**self.barriers.generations(), **self.points.generations()}, now)
+
+    def describe(self, now: float) -> list[dict[str, object]]:
+        """Barriers and points at which workers wait, the oldest first: who is there, who is missing, and for how long.
+
+        At a point, and at the barrier at the end of the programs, waiting is no standstill however long it takes.
+        """
+        open_ = self.open()
+        shown = []
+        for name in self._waits.oldest_first()[:MAX_SHOWN]:
+            since = self._waits.since(name)
+            if since is None or not isinstance(name, str) or name not in open_:
+                continue
+            may_last = name.startswith(OF_PROGRAMS) or name == EXIT_BARRIER
+            shown.append(
+                {
+                    "name": name,
+                    "entered": [name_of("worker", rank) for rank in open_[name]],
+                    "waits_for": [name_of("worker", rank) for rank in self.absent(name, open_[name])],
+                    "age_s": round(now - since, 3),
+                    "standstill_s": None if may_last else self._waits.standstill_s(0.0),
+                }
+            )
+        return shown
 
     def absent(self, name: str, entered: Collection[int]) -> list[int]:
         """The ranks that those wait for who have come to this one."""

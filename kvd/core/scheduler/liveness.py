@@ -11,6 +11,8 @@ from kvd.protocol.messages import MAX_QUIET, Quiet
 
 SECONDS_PER_MEMBER = 2e-3  # of time between two heartbeats: what one costs here is a small part of that
 HEARTBEATS_PER_TIMEOUT = 4  # at least, however many members there are
+SILENT_S = 10.0  # a program that holds Python's lock in a long call sends no heartbeats either
+HEARTBEATS_MISSED = 3
 LATE = 0.1  # of a heartbeat interval: a Tick that comes so late, after a long silence, found the scheduler paused
 
 
@@ -104,6 +106,11 @@ class Liveness:
     def silence_s(self, seat: Seat, now: float) -> float:
         """Seconds since the seat's holder was last heard, to the millisecond."""
         return round(now - self._heard_at[seat.place], 3)
+
+    def is_silent(self, seat: Seat, now: float) -> bool:
+        """Whether the seat's holder has missed so many heartbeats that its process is stopped, or cut off."""
+        limit_s = max(SILENT_S, HEARTBEATS_MISSED * self.interval_s(seat.member.role))
+        return now - self._heard_at[seat.place] >= limit_s
 
     def known_end(self, seat: Seat) -> str:
         """How the seat's process ended; "" if nothing is known of its end."""

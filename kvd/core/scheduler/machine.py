@@ -447,6 +447,7 @@ class SchedulerMachine:
         self._publish()
 
     def _heartbeat(self, event: Received, heartbeat: Heartbeat, now: float) -> None:
+        self._gatherings.look(now)
         seat = self._sender_seat(event, 0, now)
         if seat is not None:
             self._acknowledge(event.peer, seat, now)

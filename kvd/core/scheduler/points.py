@@ -214,6 +214,10 @@ class Points:
         """The points at which workers wait, with their ranks."""
         return {name: sorted(point.waiting) for name, point in self._points.items() if point.waiting}
 
+    def generations(self) -> dict[str, int]:
+        """The points at which workers wait, with the generation that is open."""
+        return {name: len(point.released) for name, point in self._points.items() if point.waiting}
+
     def validate(self, required: Collection[int], breaking: Collection[int]) -> None:
         """Raises AssertionError if a point is open that should be settled, or a rank waits at two."""
         assert not self.would_settle(required, breaking), f"a point should be settled: {self.open()}"

@@ -17,6 +17,7 @@ def run_report(
         "members": [_member(seat, liveness, now) for seat in sorted(roster.seats(), key=lambda seat: seat.place)],
         "missing": roster.missing(),
         "barriers": gatherings.open(),
+        "barrier_waits": gatherings.describe(now),
     }
     return {**shown, "partitions": partitions.report()} if partitions.count else shown
 
@@ -34,9 +35,11 @@ def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:
         "is_new": seat.is_new,  # the rounds have never waited for it
         "address": seat.member.address,
         "host": seat.host,
+        "host_name": seat.host_name,
         "pid": seat.pid,
         "incarnation": f"{incarnation:016x}",
         "last_heard_s": liveness.silence_s(seat, now),
+        "is_silent": seat.is_living and liveness.is_silent(seat, now),
         "reason": seat.member.reason or liveness.known_end(seat),
         "process_ended": seat.is_living and bool(liveness.known_end(seat)),
         "silent_s": seat.member.last_seen_s,

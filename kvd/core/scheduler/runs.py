@@ -72,11 +72,21 @@ class RunSlot:
         return {
             "job": self.job,
             "run": f"{self.run:x}",
-            "phase": "prepared" if self.is_prepared else self.phase,
+            "phase": self._phase_shown(),
             "workers": len(there),
             "num_workers": self.num_workers,
             "max_workers": most,
         }
+
+    def _phase_shown(self) -> str:
+        """The phase, or what is about to change it: "failing" if the processes of all workers have ended, until the
+        time to start them again is over."""
+        if self.is_prepared:
+            return "prepared"
+        has_begun = self.phase in (RunPhase.FORMING, RunPhase.RUNNING)
+        if has_begun and self.machine is not None and self.machine.roster.worker_states() and self.machine.seems_lost():
+            return "failing"
+        return self.phase
 
     def ended_text(self) -> str:
         """For a process of this run, which has ended."""

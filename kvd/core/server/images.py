@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Span, TableVersion
 from kvd.core.membership import ViewState
+from kvd.core.open_waits import Pace
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.groups import Change, Slice
 from kvd.core.server.progress import WorkerProgress
@@ -108,6 +109,7 @@ def log_of(image: SliceImage, view: ViewState, current: Buffer, previous: Buffer
     settings = view.settings
     log = SliceLog(view.is_sync, settings.rounds_ahead, settings.staleness, current, previous)
     log.version = log.closed = image.version
+    log.pace = Pace(image.version)
     log.step, log.previous_step, log.newest = image.step, image.previous_step, image.newest
     for rank, staged, counted, committed, skipped, place, begun, trained in image.progress:
         log.progress[rank] = WorkerProgress(staged, counted, committed, skipped, place, begun, trained)

@@ -137,6 +137,11 @@ class KeyRequests:
         """The look-ups of this peer that wait, as (key, request)."""
         return self._lookups.of(peer)
 
+    @property
+    def awaited_key(self) -> str | None:
+        """A key that workers or readers wait for until worker 0 has made it; None if none does."""
+        return self._lookups.first_key()
+
     def fail_lookups_without_rank_0(self) -> None:
         """Worker 0 makes the keys: if it is gone, nobody waits for them any longer."""
         member = self._view.worker(0)

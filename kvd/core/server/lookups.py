@@ -77,6 +77,10 @@ class WaitingLookups:
                 ended.append(lookup)
         return ended
 
+    def first_key(self) -> str | None:
+        """A key that a look-up waits at, the same as long as it does; None if none waits."""
+        return next(iter(self._waiting), None)
+
     def of(self, peer: Peer) -> list[tuple[str, int]]:
         """The look-ups of this peer, as (key that it waits at, request)."""
         found = (lookup for here in self._waiting.values() for lookup in here.values())

@@ -56,6 +56,7 @@ from kvd.core.server.records import Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import Replication
 from kvd.core.server.resume import OF_RESUMPTION, Resumption
+from kvd.core.server.round_watch import RoundWatch
 from kvd.core.server.row_lane import RowLane
 from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
@@ -162,13 +163,14 @@ class ServerMachine:
         self.incarnation = session.incarnation
         self.table = KeyTable()
         self._session = session
+        self._memory = memory = memory or ServerMemory(settings.memory_limit_bytes)
         self._effects = effects = ServerEffects()
         batches = BatchTable()
         out_of_step = OutOfStep(session, effects)
-        use = MemoryUse(
+        self._memory_use = use = MemoryUse(
             session,
             self.table,
-            memory or ServerMemory(settings.memory_limit_bytes),
+            memory,
             lambda: replicas.nbytes,
             lambda: replicas.table_nbytes,
             lambda: waiters.pending.row_ids_nbytes,
@@ -263,6 +265,7 @@ class ServerMachine:
             elsewhere,
         )
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
+        self._watch = RoundWatch(session.view, self.table, participants, keys, records, pushes.staleness)
         pulls = Pulls(effects, attachments, targets, waiters, participants, disputes, use.ids_error)
 
         def forget_all() -> None:
@@ -424,6 +427,7 @@ class ServerMachine:
             self._session.handshake_failed(event.error)
         if self._session.is_due(now):
             self._effects.extend(self._session.tick(now))
+            self._watch.look(now)
         if replication.is_on:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
@@ -451,10 +455,14 @@ class ServerMachine:
             "bytes_staged": sum(group.log.staged_nbytes for group in groups),
             "bytes_held_by_readers": self._timed.readings.held_nbytes,
             "bytes_captured": self._timed.captures.kept_nbytes,
+            "memory_used_bytes": self._memory_use.used_nbytes,
+            "memory_of_other_runs_bytes": self._memory.of_others(self.run),
+            "memory_limit_bytes": self._memory.limit_bytes,
             "requests_waiting": len(self._waiters.pending),
             "workers": ranks,
             "paths": {name_of("worker", rank): self._attachments.path_of(rank) for rank in ranks},
             "waiting_for": sorted(name_of("worker", rank) for rank in blockers),
+            **self._watch.explain(now),
             "optimizer": self._control.describe(),
             "staleness": self._pushes.staleness.explain(),
             **(self._timed.replication.explain() if self._timed.replication.is_on else {}),

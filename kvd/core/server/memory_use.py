@@ -207,6 +207,11 @@ class MemoryUse:
     def _led(self) -> int:
         return self._table.bytes_led + self.creating_nbytes
 
+    @property
+    def used_nbytes(self) -> int:
+        """What this run needs now, as counted against the limit, in bytes."""
+        return self._demand()
+
     def _demand(self, more: int = 0) -> int:
         """Bytes in all, if this server leads so many more than it does."""
         led = (self._led + more) * self._copies_with(self._optimizer())

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from kvd.core.machine import Buffer, Contribution, ScatterList
+from kvd.core.open_waits import Pace
 from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.counted_steps import CountedSteps
 from kvd.core.server.progress import NEVER_PULLED, NO_PROGRESS, PushRequest, Refusal, WorkerProgress
@@ -80,6 +81,7 @@ class SliceLog:
     progress: dict[int, WorkerProgress] = field(default_factory=dict)  # by rank
     newest: tuple[int, int] = (START, 0)  # the newest place of a push that counts, and its clock; sync only
     shared: CountedSteps = field(default_factory=CountedSteps)  # async: the shared steps that count here
+    pace: Pace = field(default=Pace(), compare=False)
     _staging: Staging = field(default_factory=Staging)
     _waits_at: int = field(default=0, compare=False)  # where in the required ranks the next round looks for one first
 

@@ -14,8 +14,10 @@ LAST_BUCKET = 15  # for 2¹⁴ and more
 
 @dataclass(slots=True)
 class _Seen:
-    """The pushes of one rank: their number, and the sum, the largest and a histogram of their staleness."""
+    """The pushes of one rank: how many counted, and of those whose staleness is known the number, the sum, the largest
+    and a histogram."""
 
+    counted: int = 0
     pushes: int = 0
     total: int = 0
     most: int = 0
@@ -36,17 +38,23 @@ class SeenStaleness:
     def committed(self, group: FusedGroup, record: Record) -> None:
         """A push has become a version of the group."""
         for given in record.contributions:
-            pulled = group.log.progress_of(given.rank).pulled
-            if pulled < 0 or given.how != ADD:
-                continue
             seen = self._by_rank.get(given.rank)
             if seen is None:
                 seen = self._by_rank[given.rank] = _Seen()
+            seen.counted += 1
+            pulled = group.log.progress_of(given.rank).pulled
+            if pulled < 0 or given.how != ADD:
+                continue
             missed, slices = record.number - 1 - pulled, len(group.slices)
             seen.pushes += slices
             seen.total += missed * slices
             seen.most = max(seen.most, missed)
             seen.buckets[min(missed.bit_length(), LAST_BUCKET)] += slices
+
+    def pushes_of(self, rank: int) -> int:
+        """How many pushes of the rank have counted, those to several slices once for each group."""
+        seen = self._by_rank.get(rank)
+        return 0 if seen is None else seen.counted
 
     def explain(self) -> dict[str, object]:
         """By the name of the worker: how many pushes were counted, their mean and largest staleness, and how many had
@@ -59,6 +67,7 @@ class SeenStaleness:
                 "histogram": {_label(bucket): count for bucket, count in enumerate(seen.buckets) if count},
             }
             for rank, seen in sorted(self._by_rank.items())
+            if seen.pushes
         }
 
 

@@ -44,7 +44,7 @@ def title_of(call: Call) -> str:
     """What the program called, with its keys, and of a push or pull that has begun, its number."""
     request = call.request
     if isinstance(request, requests.Barrier):
-        return _barrier_title(request.name)
+        return barrier_title(request.name)
     if isinstance(request, requests.StandBy):
         return f"join(until={request.name.partition(':')[2]!r})"
     title = _name_of(request)
@@ -73,7 +73,7 @@ def _name_of(request: requests.Request) -> str:
     return _OF_REQUEST.get(type(request), "call")
 
 
-def _barrier_title(name: str) -> str:
+def barrier_title(name: str) -> str:
     """Names are "user:NAME" for those of the program, and "kvd:…" where a call of the store consists of barriers."""
     kind, _, own = name.partition(":")
     if kind == "user":

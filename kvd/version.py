@@ -1,0 +1,3 @@
+"""Version of this release."""
+
+__version__ = "0.1.0"
