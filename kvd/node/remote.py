@@ -12,9 +12,11 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import select
 import shutil
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -39,6 +41,8 @@ SILENCE_S: Final = 20.0
 """How long the launcher may say nothing before it counts as gone."""
 
 _TICK_S: Final = 1.0
+
+_FIRST_PORT, _FIRST_EPHEMERAL, _PORTS_TRIED = 10_000, 32_768, 50
 
 
 class Mode(Enum):
@@ -78,10 +82,26 @@ class Line:
             self.descriptor = None
 
 
+def free_port() -> int:
+    """Return a TCP port that is free on this host, for a program that listens there later.
+
+    The kernel gives out ports of its ephemeral range in between: the port is below that range, if it can be.
+    """
+    lowest = _FIRST_EPHEMERAL
+    with contextlib.suppress(OSError, ValueError):
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(_FIRST_PORT, lowest)
+    for port in [*random.sample(below, min(len(below), _PORTS_TRIED)), 0]:
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("", port))
+            return int(tried.getsockname()[1])
+    raise OSError("no TCP port is free on this host")
+
+
 def look(order: dict[str, Any]) -> int:
-    """Say from where the launcher is connected, and what would keep the job from running here."""
-    client = os.environ.get("SSH_CONNECTION", "").split()
-    answer = {"launcher": client[0] if client else "", "problem": _problem(order)}
+    """Say how the launcher is connected, which port is free here, and what would keep the job from running here."""
+    client, _, own, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
+    answer = {"launcher": client, "address": own, "port": free_port(), "problem": _problem(order)}
     _write(GREETING + json.dumps(answer).encode() + b"\n")
     return 0
 

@@ -150,6 +150,23 @@ def test_the_rank_is_the_rank_in_the_store(spawn: Spawn) -> None:
     assert sorted(out.splitlines()) == ["worker-0  | 0 0", "worker-1  | 1 1"]
 
 
+def test_the_workers_meet_in_torch_whatever_a_launcher_around_them_says(spawn: Spawn) -> None:
+    code = """
+        import os
+        import torch, torch.distributed
+        torch.distributed.init_process_group("gloo")
+        value = torch.full((1,), torch.distributed.get_rank() + 1.0)
+        torch.distributed.all_reduce(value)
+        print(value.item(), *(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), flush=True)
+        torch.distributed.destroy_process_group()
+    """
+    outer = {"RANK": "pod-0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    process = launch(spawn, code, environment={**outer, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == ["worker-0  | 3.0 0 2 0", "worker-1  | 3.0 1 2 1"]
+
+
 def test_the_exit_code_of_the_job(spawn: Spawn) -> None:
     process = launch(spawn, "import os, sys; sys.exit(int(os.environ['KVD_LOCAL_RANK']) * 9)")
     _, err = process.communicate(timeout=DEADLINE_S)

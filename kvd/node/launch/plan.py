@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvd.config import child_environment, rank_variables, shared_environment, with_unset
+from kvd.config import child_environment, rank_variables, shared_environment, torch_rendezvous
 from kvd.errors import ConfigError
 from kvd.node.affinity import CorePlan, plan_cores, usable_cores
 from kvd.node.launch.hosts import Placement
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_key import JobKey
+from kvd.node.launch.reach import LOOPBACK_NUMBER
 from kvd.node.launch.ssh import on_host, order
 from kvd.node.parent import guarded, tied
-from kvd.node.remote import Mode
+from kvd.node.remote import Mode, free_port
 
 READY_FILE: Final = "scheduler"
 """The name of the file with the address of the scheduler."""
@@ -68,6 +69,7 @@ class JobPlan:
         self._token = job.environment.get("KVD_RUN") or secrets.token_hex(16)
         self._run = 0  # how many runs there were before
         self.placement = Placement(job.hosts, job.workers)
+        self._rendezvous = LOOPBACK_NUMBER, free_port()
         self._cores: CorePlan | None = None
         if job.environment.get("KVD_CPU_AFFINITY") == "auto":
             self._plan_cores(usable_cores())
@@ -76,6 +78,10 @@ class JobPlan:
         """From now on, processes belong to the next run: they have another token, and no state of the one before."""
         self._token = secrets.token_hex(16)
         self._run += 1
+
+    def meet_at(self, address: str, port: int) -> None:
+        """Have the workers meet at a free port of the host of rank 0, for ``torch.distributed``."""
+        self._rendezvous = address, port
 
     def look(self) -> bytes:
         """What the hosts are asked before anything starts: do they have the folder and the program?"""
@@ -120,12 +126,12 @@ class JobPlan:
             local_rank=place.local_rank,
             local_world_size=place.local_workers,
         )
-        settings = self._settings(name, scheduler, changes)
+        # those of a launcher around this one are about its own processes
+        settings = self._settings(name, scheduler, {**ranks, **torch_rendezvous(*self._rendezvous), **changes})
         if place.host:
-            return self._on_host(name, place.host, self._job.command, ranks | settings)
+            return self._on_host(name, place.host, self._job.command, settings)
         command = guarded(self._job.command, self._grace_s())
-        environment = with_unset(child_environment(settings), ranks)
-        return ProcessSpec(name, command, environment, is_guard=True, cores=self._cores_of(None))
+        return ProcessSpec(name, command, child_environment(settings), is_guard=True, cores=self._cores_of(None))
 
     def _daemon(
         self, name: str, arguments: Sequence[str], scheduler: str, changes: Mapping[str, str], server: int | None

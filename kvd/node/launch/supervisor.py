@@ -19,7 +19,7 @@ from kvd.node.launch.ending import KILL_GRACE_S, end_all
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_key import job_key
 from kvd.node.launch.job_output import JobOutput
-from kvd.node.launch.look import look_at
+from kvd.node.launch.look import Sighting, look_at
 from kvd.node.launch.output import Stream
 from kvd.node.launch.plan import READY_FILE, JobPlan, ProcessSpec
 from kvd.node.launch.reach import Reach
@@ -116,7 +116,11 @@ class Supervisor:
             look.cancel()
             await asyncio.wait({look})
             return stop.result()
-        self._reach = Reach(self._job.scheduler, look.result())
+        seen = look.result()
+        self._reach = Reach(self._job.scheduler, {host: sighting.launcher for host, sighting in seen.items()})
+        first = self._plan.placement.worker(0).host
+        if first:
+            self._plan.meet_at(self._reach.worker(first, seen[first].address), seen[first].port)
         return None
 
     async def _start_scheduler(self) -> int | None:
@@ -369,7 +373,7 @@ class Supervisor:
         self._output.say(text)
 
 
-async def _nothing() -> dict[str, str]:
+async def _nothing() -> dict[str, Sighting]:
     return {}
 
 

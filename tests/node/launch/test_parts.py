@@ -18,6 +18,7 @@ from kvd.node.launch.plan import PARENT_GRACE_S, JobPlan
 from kvd.node.launch.ready_socket import ReadySocket
 from kvd.node.launch.stop_request import NEXT, StopRequest, Urgency
 from kvd.node.parent import guarded
+from kvd.node.remote import free_port
 from tests.node.launch.harness import DEADLINE_S, Lines
 
 
@@ -70,6 +71,32 @@ def test_a_plan_gives_each_process_its_own_settings() -> None:
     ]
     assert {spec.cores for spec in (scheduler, server, worker)} == {None}
     assert {spec.environment["KVD_KEYFILE"] for spec in (scheduler, server, worker)} == {"/run/kvd/cluster.key"}
+
+
+def test_a_worker_has_its_own_place_whatever_a_launcher_around_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "pod-0", "LOCAL_WORLD_SIZE": "x", "MASTER_ADDR": "elsewhere"}
+    for name, value in (outer | {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    plan = JobPlan(Job(command=["train"], workers=3, servers=1), KEY)
+    first, again = plan.worker(2, "tcp://a:1").environment, plan.worker(2, "tcp://a:1").environment
+    assert [first[name] for name in outer] == ["2", "3", "2", "3", "127.0.0.1"]
+    assert first["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert first["MASTER_PORT"] == again["MASTER_PORT"] == plan.worker(0, "tcp://a:1").environment["MASTER_PORT"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", int(first["MASTER_PORT"])))
+    plan.meet_at("10.0.0.2", 4711)
+    assert [plan.worker(1, "tcp://a:1").environment[f"MASTER_{name}"] for name in ("ADDR", "PORT")] == [
+        "10.0.0.2",
+        "4711",
+    ]
+
+
+def test_a_free_port_is_not_one_that_somebody_listens_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("random.sample", lambda *_: [port])
+        assert free_port() not in (0, port)
 
 
 @pytest.mark.parametrize(("grace_s", "expected_s"), [(0.5, 0.5), (10.0, PARENT_GRACE_S)])
