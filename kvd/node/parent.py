@@ -24,11 +24,17 @@ from pathlib import Path
 from typing import Final, Protocol
 
 PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a guard passes on to its command, unless they stay ignored. SIGQUIT kills the command and all that it started at once."""
+"""Signals that a guard passes on to its command, unless they stay ignored.
+
+SIGQUIT kills the command and all that it started at once.
+"""
 
 KEPT_IGNORED: Final = frozenset({signal.SIGINT, signal.SIGHUP})
-"""Signals that stay ignored if they were ignored at the start. ``nohup`` ignores SIGHUP, so that a closing terminal ends
-nothing; a shell without job control ignores SIGINT for its background jobs, so that Ctrl-C ends the foreground only."""
+"""Signals that stay ignored if they were ignored at the start.
+
+``nohup`` ignores SIGHUP, so that a closing terminal ends nothing. A script's shell ignores SIGINT for its background
+jobs, so that Ctrl-C ends the foreground only.
+"""
 
 LEFTOVER_GRACE_S: Final = 2.0
 """How long processes that a command left behind may take to end after SIGTERM."""

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,8 @@ class ProcessSpec:
         cores: where it may run; None: anywhere.
         host: where it runs, through an ssh; empty: here.
         order: what the other host is told on stdin.
+        takes_stdin: whether it gets a copy of the launcher's stdin.
+        shows_unfinished: whether the beginning of its line is handed on while the end has yet to come.
     """
 
     name: str
@@ -49,6 +51,8 @@ class ProcessSpec:
     cores: Collection[int] | None = None
     host: str = ""
     order: bytes | None = None
+    takes_stdin: bool = False
+    shows_unfinished: bool = False
 
 
 class JobPlan:
@@ -128,10 +132,13 @@ class JobPlan:
         )
         # those of a launcher around this one are about its own processes
         settings = self._settings(name, scheduler, {**ranks, **torch_rendezvous(*self._rendezvous), **changes})
+        takes_stdin = self._job.stdin is not None
         if place.host:
-            return self._on_host(name, place.host, self._job.command, settings)
-        command = guarded(self._job.command, self._grace_s())
-        return ProcessSpec(name, command, child_environment(settings), is_guard=True, cores=self._cores_of(None))
+            spec = self._on_host(name, place.host, self._job.command, settings, takes_stdin=takes_stdin)
+        else:
+            command = guarded(self._job.command, self._grace_s())
+            spec = ProcessSpec(name, command, child_environment(settings), is_guard=True, cores=self._cores_of(None))
+        return replace(spec, takes_stdin=takes_stdin, shows_unfinished=self._job.shows_unfinished)
 
     def _daemon(
         self, name: str, arguments: Sequence[str], scheduler: str, changes: Mapping[str, str], server: int | None
@@ -152,18 +159,21 @@ class JobPlan:
     def _of_run(self, name: str) -> str:
         return f"{name}-run-{self._run}" if self._run else name
 
-    def _on_host(self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str]) -> ProcessSpec:
+    def _on_host(
+        self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str], *, takes_stdin: bool = False
+    ) -> ProcessSpec:
         """A process on another host, under a guard there. Its ssh ends with this process."""
         ssh = tied(on_host(self._job.ssh, host, Mode.RUN))
-        return ProcessSpec(
-            name, ssh, child_environment({}), host=host, order=self._order(command, settings, self._key.text)
-        )
+        given = self._order(command, settings, self._key.text, takes_stdin=takes_stdin)
+        return ProcessSpec(name, ssh, child_environment({}), host=host, order=given)
 
-    def _order(self, command: Sequence[str], settings: Mapping[str, str], key: str) -> bytes:
+    def _order(
+        self, command: Sequence[str], settings: Mapping[str, str], key: str, *, takes_stdin: bool = False
+    ) -> bytes:
         found = shutil.which(command[0])  # the PATH here has the environment that the hosts have, too
         program = [command[0] if found is None or "/" in command[0] else found]
         variables = {**shared_environment(), **settings}
-        return order([*program, *command[1:]], variables, _folder(), self._grace_s(), key)
+        return order([*program, *command[1:]], variables, _folder(), self._grace_s(), key, takes_stdin=takes_stdin)
 
     def _grace_s(self) -> float:
         return min(PARENT_GRACE_S, self._job.grace_s)

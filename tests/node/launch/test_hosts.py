@@ -321,7 +321,7 @@ def test_a_launcher_that_is_silent_counts_as_gone(is_private: bool, mark: dict[s
     command = 'stat -c "%n %a" $KVD_KEYFILE; cat $KVD_KEYFILE; sleep 1000 & echo here; sleep 1000'
     order = {
         "command": shell(command), "environment": mark, "folder": str(tmp_path),
-        "grace_s": 0.1, "silence_s": 2.0, "key": "the key\n",
+        "grace_s": 0.1, "silence_s": 2.0, "key": "the key\n", "takes_stdin": False,
     }  # fmt: skip
     program = on_host([], "a", Mode.RUN)[-1]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(temporary)}

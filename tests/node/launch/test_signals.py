@@ -69,8 +69,8 @@ def test_signals_that_are_ignored_at_the_start_stay_ignored(
     for number in ignored:
         job.process.send_signal(number)
     job.process.send_signal(signal.SIGTERM)
-    code, said = job.end()
-    assert code == 128 + signal.SIGTERM
+    exit_code, said = job.end()
+    assert exit_code == 128 + signal.SIGTERM
     assert "worker-0 stdout got SIGTERM" in said
     assert not any("SIGHUP" in line or "SIGINT" in line for line in said if line.startswith("launch "))
 
