@@ -84,7 +84,7 @@ class LaunchedTraining:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(signal.SIGTERM)  # SIGINT is ignored in a background job of a script
         try:
             self._process.wait(ENDS_S)
         except subprocess.TimeoutExpired:

@@ -69,7 +69,7 @@ async def measure(job: Job, task: Task) -> Report:
     lines: deque[str] = deque(maxlen=KEPT_LINES)
 
     def keep(node: str, _stream: Stream, line: bytes) -> None:
-        lines.append(f"{node} | {line.decode(errors='replace')}")
+        lines.append(f"{node} | {line.decode(errors='replace').rstrip()}")
 
     launch = Launch(job, keep)
     daemons = [name for name in job.names() if not name.startswith("worker")]

@@ -75,13 +75,13 @@ class DemoView:
         pass
 
     def take(self, node: str, stream: Stream, line: bytes) -> None:
-        """Take one line of a process: a report of a worker, or something for the log."""
+        """Take one line of a process, with its end: a report of a worker, or something for the log."""
         report = _report_in(line) if stream == "stdout" and node.startswith("worker-") else None
         with self._lock:
             if report is not None and 0 <= report["worker"] < len(self.workers):
                 self._take_report(report)
             else:
-                self._take_log(node, printable(line.decode("utf-8", "replace")))
+                self._take_log(node, printable(line.rstrip(b"\r\n").decode("utf-8", "replace")))
             news, self._news = self._news, []
         # without the lock: the thread that draws a picture holds the console, and wants the lock
         for text in news:

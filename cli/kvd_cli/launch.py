@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +87,7 @@ def launch(
     otherwise. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process and no key is left behind in any case.
 
     The first line says where the scheduler is (--scheduler: where it shall listen). After that come the output of CMD,
-    warnings and errors; -v or --log-level shows the rest of the daemons' logs too.
+    warnings and errors; -v or --log-level shows the rest of the daemons' logs too. Each worker gets a copy of stdin.
     """
     options = current()
     if servers:
@@ -111,6 +110,8 @@ def launch(
         scheduler=loaded.config.scheduler if loaded.origin["scheduler"] == "flag" else "",
         hosts=parsed,
         ssh=_ssh(ssh or "ssh"),
+        stdin=0,
+        shows_unfinished=True,
         announce=True,
         quiet=loaded.origin["log_level"] == "default",
         log_dir=log_dir,
@@ -168,6 +169,6 @@ def job_environment(loaded: Loaded, restarts: int = 0) -> dict[str, str]:
         variables["KVD_ON_WORKER_LOSS"] = "wait"  # for the worker that will be restarted
     for name in OF_ONE_PROCESS:
         variables.pop(f"KVD_{name.upper()}", None)
-    if loaded.config.log_format == "auto" and sys.stderr.isatty():
-        variables["KVD_LOG_FORMAT"] = "text"  # a person reads their logs, although they go through a pipe
+    if loaded.config.log_format == "auto":
+        variables["KVD_LOG_FORMAT"] = "text"  # a person reads their logs, although they go through pipes
     return variables

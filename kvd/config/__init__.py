@@ -11,10 +11,12 @@ from kvd.config.environment import (
     config_home,
     credentials_directory,
     python_path,
+    rank_contradictions,
     rank_variables,
     shared_environment,
     systemd_environment,
     terminal_colour,
+    torch_rendezvous,
     with_unset,
 )
 from kvd.config.memory import machine_memory_bytes
@@ -42,8 +44,10 @@ __all__ = [
     "config_home",
     "credentials_directory",
     "python_path",
+    "rank_contradictions",
     "rank_variables",
     "shared_environment",
+    "torch_rendezvous",
     "with_unset",
     "terminal_colour",
     "machine_memory_bytes",

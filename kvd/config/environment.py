@@ -7,9 +7,17 @@ import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
 
 from kvd.config.values import read_integer
+
+RANKS_OF_LAUNCHERS: Final = (
+    ("RANK", "WORLD_SIZE"),  # torchrun, kvd launch
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+"""The variables in which launchers give a process its rank and the number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,39 @@ def rank_variables(
         "LOCAL_WORLD_SIZE": local_world_size,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def torch_rendezvous(address: str, port: int) -> dict[str, str]:
+    """Return the variables by which the workers of a job meet in ``torch.distributed``.
+
+    Args:
+        address: of the host of rank 0.
+        port: free on that host.
+    """
+    # An outer torchrun says that its own store is in use already; nobody would listen at the port.
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def rank_contradictions(rank: int, num_workers: int, environ: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Return the variables of a launcher that contradict a worker's place in its store, with their values.
+
+    Programs read one launcher's variables, those of torch first. So do we: the first rank that is a number counts,
+    together with the size from the same launcher.
+
+    Args:
+        rank: of the worker.
+        num_workers: in the job.
+        environ: the variables; None: those of this process.
+    """
+    environ = os.environ if environ is None else environ
+    for rank_name, size_name in RANKS_OF_LAUNCHERS:
+        said = read_integer(environ.get(rank_name, ""))
+        if said is None or said < 0:
+            continue
+        size = read_integer(environ.get(size_name, ""))
+        found = {rank_name: said} if said != rank else {}
+        return found | ({size_name: size} if size is not None and size != num_workers else {})
+    return {}
 
 
 def with_unset(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:

@@ -74,6 +74,14 @@ class Setting:
             raise ConfigError(text, setting=self.name)
         return value
 
+    def accepts(self, raw: object) -> bool:
+        """Return whether `parse` reads this."""
+        try:
+            self.parse(raw)
+        except ConfigError:
+            return False
+        return True
+
     def accepted(self) -> str:
         """What this setting accepts, in words."""
         if self.choices:

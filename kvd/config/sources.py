@@ -23,6 +23,9 @@ from kvd.errors import ConfigError
 FILES: Final = (Path("kvd.toml"), Path("/etc/kvd/kvd.toml"))
 """Where `load` looks for a file when neither an argument nor ``KVD_CONFIG`` names one. It reads the first it finds."""
 
+SHARED_VARIABLES: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK"})
+"""Fall-backs that programs other than launchers set, too: a text that the setting does not accept counts as not set."""
+
 _EMPTY: Final[Mapping[str, object]] = MappingProxyType({})
 
 
@@ -103,8 +106,9 @@ def _look_up(
     if setting.name == "scheduler":
         return _dmlc_scheduler(environ) or (setting.default, "default")
     for name in setting.fallback:
-        if environ.get(name, "").strip():
-            return environ[name].strip(), name
+        raw = environ.get(name, "").strip()
+        if raw and (name not in SHARED_VARIABLES or setting.accepts(raw)):
+            return raw, name
     return setting.default, "default"
 
 

@@ -18,6 +18,7 @@ from kvd.node.exit_codes import ExitCode, exit_code_of
 from kvd.node.host_names import check_host
 from kvd.node.keyring import Keyring
 from kvd.node.listening import listen_address
+from kvd.node.parent import without_ignored
 from kvd.node.ready_file import ReadyFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
@@ -115,9 +116,10 @@ class Daemon:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         if signals:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in without_ignored((signal.SIGTERM, signal.SIGINT)):
                 loop.add_signal_handler(number, self._leave, f"received {number.name}")
-            loop.add_signal_handler(signal.SIGHUP, self._reload)
+            for number in without_ignored((signal.SIGHUP,)):
+                loop.add_signal_handler(number, self._reload)
         watch = ProcessWatch(loop)
         if self._parent_pid:
             watch.watch(self._parent_pid, lambda: self.end(ExitCode.OK, "the parent process is gone"))

@@ -18,13 +18,23 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol
 
 PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a guard passes on to its command. SIGQUIT kills the command and all that it started at once."""
+"""Signals that a guard passes on to its command, unless they stay ignored.
+
+SIGQUIT kills the command and all that it started at once.
+"""
+
+KEPT_IGNORED: Final = frozenset({signal.SIGINT, signal.SIGHUP})
+"""Signals that stay ignored if they were ignored at the start.
+
+``nohup`` ignores SIGHUP, so that a closing terminal ends nothing. A script's shell ignores SIGINT for its background
+jobs, so that Ctrl-C ends the foreground only.
+"""
 
 LEFTOVER_GRACE_S: Final = 2.0
 """How long processes that a command left behind may take to end after SIGTERM."""
@@ -53,6 +63,11 @@ def guarded(command: Sequence[str], grace_s: float) -> list[str]:
         grace_s: how long the command may take to end after SIGTERM once this process is gone.
     """
     return _own_program(Mode.GUARDED, str(os.getpid()), str(grace_s), "--", *command)
+
+
+def without_ignored(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
+    """Return the signals that may get a handler: all but those of `KEPT_IGNORED` that are ignored now."""
+    return tuple(n for n in numbers if n not in KEPT_IGNORED or signal.getsignal(n) is not signal.SIG_IGN)
 
 
 def exit_code(status: int) -> int:
@@ -166,11 +181,12 @@ class Guard:
         # To read from a terminal, the command has to stay in the terminal's group. The terminal then sends Ctrl-C to
         # the command itself.
         self._shares_terminal = os.isatty(0) if _is_open(0) else False
+        self._passed_on = without_ignored(PASSED_ON)
 
     def run(self) -> int:
         """Run the command; return its exit code, 128 + n if signal n ended it."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
-        with _SignalPipe((*PASSED_ON, signal.SIGQUIT, signal.SIGCHLD)) as signals:
+        with _SignalPipe((*self._passed_on, signal.SIGQUIT, signal.SIGCHLD)) as signals:
             self._start()
             while self._status is None:
                 self._wait(signals)
@@ -185,7 +201,7 @@ class Guard:
             arguments,
             dict(environment),
             setsigmask=(),
-            setsigdef=[*PASSED_ON, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE],
+            setsigdef=[*self._passed_on, signal.SIGQUIT, signal.SIGCHLD, signal.SIGPIPE],
             **({} if self._shares_terminal else {"setpgroup": 0}),  # type: ignore[arg-type]
         )
         if self._on_start is not None:

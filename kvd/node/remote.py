@@ -1,7 +1,8 @@
 """What a launcher runs on another host, through ssh: one process of its job, which does not outlive the connection.
 
-Stdin brings an order, one line of JSON, and then single bytes: signs of life and commands. When stdin ends, or no byte
-has come for some time, the launcher is gone, and the process is ended with all that it has started.
+Stdin brings an order, one line of JSON, and then single bytes: signs of life and commands. In between come pieces of
+the stdin of the process, each after a byte of its own and its size. When stdin ends, or no byte has come for some time,
+the launcher is gone, and the process is ended with all that it has started.
 
 Like `kvd.node.parent`, this file imports the standard library only and is run by its path.
 """
@@ -12,12 +13,16 @@ import contextlib
 import importlib.util
 import json
 import os
+import queue
+import random
 import select
 import shutil
 import signal
+import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from enum import Enum
@@ -35,10 +40,19 @@ TERMINATE: Final = b"T"
 KILL: Final = b"K"
 SIGNALS: Final = {TERMINATE: signal.SIGTERM, KILL: signal.SIGQUIT}  # SIGQUIT: a guard kills everything
 
+INPUT: Final = b"I"
+"""Begins a piece of stdin: its size follows, then the piece. An empty piece is the end."""
+
+INPUT_SIZE_BYTES: Final = 4
+"""Bytes of that size, the most significant one first."""
+
 SILENCE_S: Final = 20.0
 """How long the launcher may say nothing before it counts as gone."""
 
 _TICK_S: Final = 1.0
+_READ_BYTES: Final = 64 * 1024
+
+_FIRST_PORT, _FIRST_EPHEMERAL, _PORTS_TRIED = 10_000, 32_768, 50
 
 
 class Mode(Enum):
@@ -55,8 +69,10 @@ class Line:
         descriptor: becomes readable when something comes, or nothing will come any more.
     """
 
-    def __init__(self, descriptor: int, silence_s: float) -> None:
+    def __init__(self, descriptor: int, silence_s: float, stdin: CommandInput | None) -> None:
         self.descriptor: int | None = descriptor
+        self._stdin = stdin
+        self._unread = b""  # the beginning of a piece of stdin
         self._silence_s = silence_s
         self._heard_at = time.monotonic()
         self._has_ended = False
@@ -64,12 +80,32 @@ class Line:
     def is_gone(self) -> bool:
         """Read what has come, and carry it out. Whether the launcher is gone."""
         while not self._has_ended and self.descriptor is not None and _is_readable(self.descriptor):
-            came = os.read(self.descriptor, 4096)
+            came = os.read(self.descriptor, _READ_BYTES)
             self._heard_at = time.monotonic()
             self._has_ended = not came
-            for number in {SIGNALS[came[i : i + 1]] for i in range(len(came)) if came[i : i + 1] in SIGNALS}:
+            for number in self._carry_out(came):
                 os.kill(os.getpid(), number)
         return self._has_ended or time.monotonic() - self._heard_at > self._silence_s
+
+    def _carry_out(self, came: bytes) -> set[int]:
+        """Pass on the pieces of stdin. Return the signals that the commands ask for."""
+        data, at, numbers = self._unread + came, 0, set()
+        while at < len(data):
+            byte = data[at : at + 1]
+            if byte in SIGNALS:
+                numbers.add(int(SIGNALS[byte]))
+            if byte != INPUT:
+                at += 1
+                continue
+            begin = at + 1 + INPUT_SIZE_BYTES
+            end = begin + int.from_bytes(data[at + 1 : begin], "big")
+            if len(data) < max(begin, end):
+                break
+            if self._stdin is not None:
+                self._stdin.put(data[begin:end])
+            at = end
+        self._unread = data[at:]
+        return numbers
 
     def close(self) -> None:
         """Close the connection on this side."""
@@ -78,27 +114,71 @@ class Line:
             self.descriptor = None
 
 
+class CommandInput:
+    """The stdin of the command: written in a thread of its own, as fast as the command reads it.
+
+    The launcher bounds how much there is.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="stdin", daemon=True).start()
+
+    def put(self, piece: bytes) -> None:
+        """Add a piece; an empty one is the end."""
+        self._queue.put(piece)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the command has ended, or closed its stdin
+            while piece := self._queue.get():
+                _write(self._descriptor, piece)
+        os.close(self._descriptor)
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on this host, for a program that listens there later.
+
+    The kernel gives out ports of its ephemeral range in between: the port is below that range, if it can be.
+    """
+    lowest = _FIRST_EPHEMERAL
+    with contextlib.suppress(OSError, ValueError):
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(_FIRST_PORT, lowest)
+    for port in [*random.sample(below, min(len(below), _PORTS_TRIED)), 0]:
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("", port))
+            return int(tried.getsockname()[1])
+    raise OSError("no TCP port is free on this host")
+
+
 def look(order: dict[str, Any]) -> int:
-    """Say from where the launcher is connected, and what would keep the job from running here."""
-    client = os.environ.get("SSH_CONNECTION", "").split()
-    answer = {"launcher": client[0] if client else "", "problem": _problem(order)}
-    _write(GREETING + json.dumps(answer).encode() + b"\n")
+    """Say how the launcher is connected, which port is free here, and what would keep the job from running here."""
+    client, _, own, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
+    answer = {"launcher": client, "address": own, "port": free_port(), "problem": _problem(order)}
+    _write(1, GREETING + json.dumps(answer).encode() + b"\n")
     return 0
 
 
 def run(order: dict[str, Any]) -> int:
     """Run the command of the order; return its exit code."""
-    line = Line(os.dup(0), float(order["silence_s"]))  # a duplicate is not inherited by the command
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    connection = os.dup(0)  # a duplicate is not inherited by the command
+    stdin = None
+    if order["takes_stdin"]:
+        source, sink = os.pipe()
+        stdin = CommandInput(sink)
+    else:
+        source = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(source, 0)
+    os.close(source)
+    line = Line(connection, float(order["silence_s"]), stdin)
     try:
         os.chdir(order["folder"])
     except OSError as error:
         print(f"error: cannot enter {order['folder']}: {error.strerror}", file=sys.stderr)
         return 126
     with _key_file(order["key"]) as key_settings:
-        _write(GREETING + b"\n")
+        _write(1, GREETING + b"\n")
         guard = _guard_type()(
             order["command"],
             environment={**os.environ, **order["environment"], **key_settings},
@@ -174,9 +254,9 @@ def _is_readable(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _write(data: bytes) -> None:
+def _write(descriptor: int, data: bytes) -> None:
     while data:
-        data = data[os.write(1, data) :]
+        data = data[os.write(descriptor, data) :]
 
 
 def main(arguments: list[str]) -> int:

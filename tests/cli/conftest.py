@@ -19,7 +19,7 @@ from tests.environments import WITHOUT_KEYS, is_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NOTIFY_SOCKET")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "NOTIFY_SOCKET")
 
 Kvd = Callable[..., Result]
 Spawn = Callable[..., "subprocess.Popen[str]"]

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from kvd.config import load
 from kvd.node.launch import Job
+from kvd.testing.cluster import wait_until
 from kvd_cli.launch import job_environment
 from kvd_cli.prefix import Prefixer
 from kvd_cli.program import cli
@@ -148,6 +149,23 @@ def test_the_rank_is_the_rank_in_the_store(spawn: Spawn) -> None:
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert sorted(out.splitlines()) == ["worker-0  | 0 0", "worker-1  | 1 1"]
+
+
+def test_the_workers_meet_in_torch_whatever_a_launcher_around_them_says(spawn: Spawn) -> None:
+    code = """
+        import os
+        import torch, torch.distributed
+        torch.distributed.init_process_group("gloo")
+        value = torch.full((1,), torch.distributed.get_rank() + 1.0)
+        torch.distributed.all_reduce(value)
+        print(value.item(), *(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), flush=True)
+        torch.distributed.destroy_process_group()
+    """
+    outer = {"RANK": "pod-0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    process = launch(spawn, code, environment={**outer, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == ["worker-0  | 3.0 0 2 0", "worker-1  | 3.0 1 2 1"]
 
 
 def test_the_exit_code_of_the_job(spawn: Spawn) -> None:
@@ -304,11 +322,56 @@ def test_the_hosts_say_how_many_workers_and_servers_there_are(
 
 def test_prefixed_lines(capfd: pytest.CaptureFixture[str]) -> None:
     prefixer = Prefixer(["scheduler", "worker-0"])
-    prefixer.write("worker-0", "stdout", b"a \xc3\xa9")
-    prefixer.write("launch", "stderr", b"")
+    prefixer.write("worker-0", "stdout", b"a \xc3\xa9\n")
+    prefixer.write("launch", "stderr", b"\n")
     captured = capfd.readouterr()
     assert captured.out == "worker-0  | a é\n"
     assert captured.err == "launch    | \n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["a:\r", "a: 0%|", "a:\r"], "a |  0%|\r"),
+        (["a: 0%\r", "a: 50%\r", "a: 100%\r", "a:\n"], "a |  0%\ra |  50%\ra |  100%\r\n"),
+        (["a:name? ", "a:Zoe\n"], "a | name? Zoe\n"),
+        (["a:50%", "b:line\n", "a:\r", "a:60%"], "a | 50%\nb | line\na | 60%"),
+        (["a:50%", "b:line\n", "a:\n", "a:next\n"], "a | 50%\nb | line\na | next\n"),
+        (["a:50%\r", "b:line\n", "a:60%\r", "a:\n"], "a | 50%\r\nb | line\na | 60%\r\n"),
+        (["a:one\r\n", "a:two\n", "a:\n"], "a | one\r\na | two\na | \n"),
+        (["a:x", "a:\r\n"], "a | x\r\n"),
+    ],
+)
+def test_lines_that_are_not_complete(pieces: list[str], shown: str, capfd: pytest.CaptureFixture[str]) -> None:
+    prefixer = Prefixer(["a", "b"])
+    for piece in pieces:
+        node, _, text = piece.partition(":")
+        prefixer.write(node, "stderr", text.encode())
+    assert capfd.readouterr().err.encode() == shown.encode()
+
+
+def test_a_progress_bar_a_prompt_and_a_log_in_a_pipe(spawn: Spawn, tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.stderr.write("\\r 10%|#")
+        sys.stderr.flush()
+        print("name?", end=" ", flush=True)
+        print("hello", sys.stdin.readline().strip())
+        sys.stderr.write("\\r 20%|##")
+    """
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        flags = ["-n", "1", "-v", "--log-dir", str(tmp_path / "logs")]
+        process = launch(spawn, code, *flags, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr)
+    wait_until(lambda: out.read_bytes() == b"worker-0  | name? ", "the beginning of the line is shown")
+    process.communicate("Zoe\n", timeout=DEADLINE_S)
+    assert process.returncode == 0, err.read_bytes()
+    assert out.read_bytes() == b"worker-0  | name? hello Zoe\n"
+    said = err.read_bytes()
+    assert b"worker-0  |  10%|#\rworker-0  |  20%|##\n" in re.sub(rb"\n(launch|s\w+(-\d)?) +\|[^\n]*", b"", said)
+    assert not [line for line in said.splitlines() if b'{"ts"' in line], "a log for people"
+    log = (tmp_path / "logs" / "worker-0.log").read_bytes()
+    assert all(line in log for line in (b"\r 10%|#\n", b"name? ", b"hello Zoe\n", b"\r 20%|##\n"))
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,40 @@ def test_signals_are_passed_on(number: signal.Signals, spawn: Spawn) -> None:
     assert process.returncode == 0
 
 
+def ignoring(*numbers: signal.Signals) -> dict[str, object]:
+    return {"preexec_fn": lambda: [signal.signal(number, signal.SIG_IGN) for number in numbers]}
+
+
+def test_signals_that_are_ignored_at_the_start_stay_ignored(spawn: Spawn) -> None:
+    code = """
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        print([signal.getsignal(n).name for n in (signal.SIGHUP, signal.SIGINT)], flush=True)
+        print("got", signal.sigwait({signal.SIGTERM}).name, flush=True)
+    """
+    process = spawn("worker", *python(code), **ignoring(signal.SIGHUP, signal.SIGINT))
+    assert first_line(process) == "['SIG_IGN', 'SIG_IGN']\n"
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    assert (out, process.returncode) == ("got SIGTERM\n", 0)
+
+
+def test_a_daemon_under_nohup_ignores_the_end_of_its_terminal(spawn: Spawn) -> None:
+    sizes = ["--num-workers", "1", "--num-servers", "1", "--bind", "tcp://127.0.0.1:0"]
+    process = spawn("scheduler", *sizes, "--insecure", **ignoring(signal.SIGHUP, signal.SIGINT))
+    assert process.stderr is not None
+    while "join it with" not in process.stderr.readline():
+        assert process.poll() is None
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert "received SIGTERM" in err
+    assert "SIGHUP" not in err
+    assert "SIGINT" not in err
+
+
 def test_quit_kills(spawn: Spawn) -> None:
     process = spawn("worker", "--", "sh", "-c", "trap '' TERM; echo here; sleep 1000")
     assert first_line(process) == "here\n"

@@ -75,6 +75,28 @@ def test_it_returns_when_all_workers_have_joined(pool: ThreadPoolExecutor) -> No
         assert {store.rank for store in (first.result(), second.result(), third)} == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8"}, ["RANK = 3 and WORLD_SIZE = 8, but the store has this as worker 0 of 1"]),
+        ({"SLURM_PROCID": "2"}, ["SLURM_PROCID = 2, but the store has this as worker 0 of 1"]),
+        ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "2"}, []),
+        ({"RANK": "pod-0", "WORLD_SIZE": "x"}, []),
+    ],
+)
+def test_a_launcher_that_gives_another_rank_is_named_once(
+    variables: dict[str, str], says: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with LocalCluster(1, 1) as cluster:
+        store = cluster.store(preferred_rank=0, num_workers=1)
+        store.barrier()
+    said = [record.getMessage() for record in caplog.records if "the store has this" in record.getMessage()]
+    assert [text.partition(": ")[0] for text in said] == says
+    assert all("kv.rank and kv.num_workers" in text for text in said)
+
+
 def test_a_restarted_worker_does_not_wait_for_those_that_are_dead_or_have_left() -> None:
     quick: dict[str, Any] = {"heartbeat_interval_s": 0.1, "worker_timeout_s": 0.5, "server_timeout_s": 30.0}
     with LocalCluster(3, 1, **quick) as cluster:

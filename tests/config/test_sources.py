@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import Config, load
+from kvd.config import Config, load, rank_contradictions
 from kvd.errors import ConfigError
 
 Refusal = Callable[..., ConfigError]
@@ -92,6 +92,37 @@ def test_an_empty_variable_is_not_set_unless_empty_is_the_default(tmp_path: Path
 def test_variables_of_other_launchers(environ: dict[str, str], name: str, value: object, origin: str) -> None:
     loaded = load(environ=environ)
     assert (getattr(loaded.config, name), loaded.origin[name]) == (value, origin)
+
+
+@pytest.mark.parametrize("text", ["pod-0", "-1", "x", "1.5", "0x1", "9" * 30])
+def test_ranks_that_are_no_numbers_are_not_meant_for_kvd(text: str) -> None:
+    loaded = load(environ=dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), text))
+    assert loaded.config == Config()
+    assert set(loaded.origin.values()) == {"default"}
+
+
+def test_what_only_kvd_reads_has_to_be_right(refusal: Refusal) -> None:
+    for name in ("DMLC_NUM_WORKER", "KVD_PREFERRED_RANK"):
+        assert f"(from {name}): expected a whole number" in str(refusal(environ={name: "pod-0"}))
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, {}),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, {}),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": 0, "WORLD_SIZE": 1}),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, {"WORLD_SIZE": 8}),
+        ({"RANK": "2"}, {"RANK": 2}),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, {"SLURM_PROCID": 3}),
+        ({"RANK": "pod-0", "WORLD_SIZE": "x", "SLURM_PROCID": "3"}, {"SLURM_PROCID": 3}),
+        ({"RANK": "-1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "y"}, {"OMPI_COMM_WORLD_RANK": 0}),
+        # programs read the variables of torch, if there are any
+        ({"RANK": "1", "WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {}),
+    ],
+)
+def test_variables_that_contradict_the_rank(environ: dict[str, str], found: dict[str, int]) -> None:
+    assert rank_contradictions(1, 4, environ) == found
 
 
 @pytest.mark.parametrize(

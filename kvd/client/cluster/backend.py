@@ -15,7 +15,7 @@ from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.deletion import ClusterDeletion
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.joining import Arrival, Joining
+from kvd.client.cluster.joining import Arrival, Joining, warn_of_other_ranks
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.plain_calls import PlainCalls
 from kvd.client.cluster.rounds import ClusterRounds
@@ -67,7 +67,10 @@ def open_cluster(kind: StoreType, loaded: Loaded, arrival: Arrival) -> Backend:
     except BaseException:
         engine.withdraw()
         raise
-    return _parts(engine, loaded.config, _facts(engine, loaded.config, kind, rank))
+    facts = _facts(engine, loaded.config, kind, rank)
+    if arrival.wait_for_workers:
+        warn_of_other_ranks(rank, facts.num_workers)
+    return _parts(engine, loaded.config, facts)
 
 
 def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreFacts:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.held_signals import signals
 from kvd.client.cluster.engine import Engine
-from kvd.config import parse_address
+from kvd.config import parse_address, rank_contradictions
 from kvd.core.membership import ViewState, in_words, name_of
 from kvd.core.requests import JoinCluster
 from kvd.errors import ConfigError, ConnectError, RequestTimeout
@@ -125,6 +125,19 @@ class Joining:
             self._engine.machine.unreached_servers(),
             self._where,
             wait_for_workers=self._arrival.wait_for_workers and session.joined,
+        )
+
+
+def warn_of_other_ranks(rank: int, num_workers: int) -> None:
+    """Warn if a launcher's variables contradict the place that the cluster gave this worker."""
+    found = rank_contradictions(rank, num_workers)
+    if found:
+        logger.warning(
+            "%s, but the store has this as worker %d of %d: a program that divides its data by these variables takes "
+            "the wrong part. Use kv.rank and kv.num_workers, or set the variables to the same numbers",
+            " and ".join(f"{name} = {value}" for name, value in found.items()),
+            rank,
+            num_workers,
         )
 
 

@@ -11,20 +11,22 @@ import os
 import signal
 import subprocess
 import threading
-from typing import Final, TypeVar
+from functools import partial
+from typing import IO, Final, TypeVar
 
 from kvd.errors import KvdError
 from kvd.node.affinity import running_on
 from kvd.node.launch.connection import Greeted, Lifeline
 from kvd.node.launch.output import OutputRelay, Sink, SinkError
 from kvd.node.launch.plan import ProcessSpec
+from kvd.node.launch.stdin import StdinCopies, copy_in_thread
 from kvd.node.parent import exit_code, kill_session
 from kvd.node.remote import KILL, TERMINATE
 
 T = TypeVar("T")
 
 LAST_WORDS_S: Final = 1.0
-"""How long the last output of a process may delay the report of its end, for each stream."""
+"""How long the last output of a process may delay the report of its end."""
 
 
 class Child:
@@ -42,7 +44,22 @@ class Child:
         KvdError: it cannot be started.
     """
 
-    def __init__(self, spec: ProcessSpec, sink: Sink, on_sink_error: SinkError) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        sink: Sink,
+        on_sink_error: SinkError,
+        turn: threading.Lock,
+        stdin: StdinCopies | None = None,
+    ) -> None:
+        """
+        Args:
+            spec: how to start it.
+            sink: takes its output.
+            on_sink_error: called when the sink takes no more.
+            turn: held while output is handed on that belongs together.
+            stdin: what it gets on stdin, if it is to get something.
+        """
         self.name = spec.name
         self.host = spec.host
         self._is_guard = spec.is_guard
@@ -59,7 +76,7 @@ class Child:
                 self._process = subprocess.Popen(
                     spec.command,
                     env=dict(spec.environment),
-                    stdin=subprocess.DEVNULL if spec.order is None else subprocess.PIPE,
+                    stdin=subprocess.DEVNULL if spec.order is None and stdin is None else subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
@@ -68,16 +85,29 @@ class Child:
             raise KvdError(f"cannot start {spec.name}: {error}") from None
         self.pid = self._process.pid
         self._lifeline: Lifeline | None = None
+        pipe = self._process.stdin
         if spec.order is None:
             self.connected.set_result(None)
+            if stdin is not None:
+                assert pipe is not None
+                copy_in_thread(stdin, partial(_write, pipe), pipe.close)
         else:
-            assert self._process.stdin is not None
-            self._lifeline = Lifeline(self._process.stdin, spec.order)
+            assert pipe is not None
+            self._lifeline = lifeline = Lifeline(pipe, spec.order)
+            if stdin is not None:
+                copy_in_thread(stdin, lifeline.send_input, lambda: lifeline.send_input(b""))
             sink = Greeted(sink, lambda: self._tell(self.connected, None)).write
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
-        self.output = OutputRelay(spec.name, pipes, sink, on_sink_error)  # type: ignore[arg-type]
+        self.output = OutputRelay(
+            spec.name,
+            pipes,  # type: ignore[arg-type]
+            sink,
+            on_sink_error,
+            turn,
+            shows_unfinished=spec.shows_unfinished,
+        )
         threading.Thread(target=self._wait, name=f"wait for {spec.name}", daemon=True).start()
 
     @property
@@ -135,3 +165,8 @@ class Child:
         """Set the result of a future, from another thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(future.set_result, result)
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(data)
+    pipe.flush()

@@ -21,7 +21,8 @@ KEPT_BYTES: Final = 2048
 class HeldBack:
     """Passes on the output of a job, but for what its daemons log below a warning.
 
-    A line of a daemon that is no log line is passed on: it may be why the interpreter did not start.
+    The output of daemons has to come in whole lines. A line that is no log line is passed on: it may be why the
+    interpreter did not start.
     """
 
     def __init__(self, sink: Sink, daemons: Collection[str]) -> None:
@@ -46,7 +47,7 @@ class HeldBack:
             self._sink(node, stream, line)
             return
         with self._lock:
-            self._kept[node].append((stream, line[:KEPT_BYTES]))
+            self._kept[node].append((stream, line[:KEPT_BYTES].removesuffix(b"\n") + b"\n"))
 
     def expect_ends(self) -> None:
         """Hold back warnings, too: the job is ending, and daemons warn of each process that ends."""

@@ -39,6 +39,9 @@ class Job:
             scheduler runs on this host in any case.
         ssh: program and arguments that reach the hosts.
         announce: whether the first line says where the scheduler is.
+        stdin: a descriptor, of which each worker gets a copy of everything that can be read from it; None: the stdin of
+            the workers is empty.
+        shows_unfinished: whether the beginning of a worker's line goes to the sink while its end has yet to come.
         quiet: whether what the daemons log below a warning is held back until one of them fails.
         log_dir: a folder for the logs of all processes; None: no logs.
         daemon: the command line of kvd, to which ``scheduler`` or ``server`` is added.
@@ -60,6 +63,8 @@ class Job:
     hosts: Sequence[Host] = ()
     ssh: Sequence[str] = SSH
     announce: bool = False
+    stdin: int | None = None
+    shows_unfinished: bool = False
     quiet: bool = False
     log_dir: Path | None = None
     daemon: Sequence[str] = (sys.executable, "-m", "kvd_cli.main")

@@ -1,4 +1,4 @@
-"""A folder with the log of each process of a job: all of its output, line by line, within limits."""
+"""A folder with the log of each process of a job: all of its output, as it comes, within limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_FILE_BYTES: Final = 32 * 1024 * 1024
 
 
 class LogFolder:
-    """Writes each line of a job's output to ``NAME.log`` in a folder, and passes it on.
+    """Writes the output of each node of a job to ``NAME.log`` in a folder, and passes it on.
 
     The files of an earlier job in the same folder are kept as ``NAME.log.1``. When a file cannot be written any more,
     the job goes on without logs, and a line says so.
@@ -33,6 +33,7 @@ class LogFolder:
         self._sink = sink
         self._max_file_bytes = max_file_bytes
         self._files: dict[str, BinaryIO] = {}
+        self._begun: dict[str, Stream] = {}  # by node, the stream that has begun the last line and not ended it
         self._lock = threading.Lock()
         self._is_broken = False
         try:
@@ -46,17 +47,17 @@ class LogFolder:
                 "give --log-dir a folder that you may write to"
             ) from None
 
-    def write(self, node: str, stream: Stream, line: bytes) -> None:
-        """Take one line. May be called from several threads.
+    def write(self, node: str, stream: Stream, piece: bytes) -> None:
+        """Take one piece. May be called from several threads.
 
         Raises:
             OSError: the sink takes no more.
         """
-        trouble = self._log(node, line)
+        trouble = self._log(node, stream, piece)
         if trouble is not None:
             text = f"cannot write logs to {self._folder} ({trouble.strerror or trouble}): the job goes on without them"
             say(self._sink, text)
-        self._sink(node, stream, line)
+        self._sink(node, stream, piece)
 
     def close(self) -> None:
         """Close the files."""
@@ -64,16 +65,22 @@ class LogFolder:
             self._is_broken = True  # a late line is passed on only
             self._close_files()
 
-    def _log(self, node: str, line: bytes) -> OSError | None:
-        """Write the line to the file. The error that was the end of the logs, if it was this one."""
+    def _log(self, node: str, stream: Stream, piece: bytes) -> OSError | None:
+        """Write a piece to the file. The error that was the end of the logs, if it was this one."""
         with self._lock:
             if self._is_broken:
                 return None
             try:
                 file = self._files.get(node) or self._open(node)
-                if file.tell() and file.tell() + len(line) >= self._max_file_bytes:
+                if file.tell() and file.tell() + len(piece) > self._max_file_bytes:
                     file = self._open(node)
-                file.write(line + b"\n")
+                elif self._begun.get(node, stream) != stream:
+                    file.write(b"\n")  # the line that the other stream has begun
+                file.write(piece)
+                if piece.endswith(b"\n"):
+                    self._begun.pop(node, None)
+                else:
+                    self._begun[node] = stream
             except OSError as error:
                 self._is_broken = True
                 self._close_files()

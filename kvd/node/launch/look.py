@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvd.errors import ConnectError
@@ -23,8 +24,23 @@ AT_ONCE: Final = 32
 """Connections that are made at the same time, each to another host."""
 
 
-async def look_at(hosts: Sequence[str], ssh: Sequence[str], order: bytes) -> dict[str, str]:
-    """Ask all hosts. For each the number of this host as that host sees it; empty if it does not know.
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What a host said of itself.
+
+    Attributes:
+        launcher: the number of this host as that host sees it; empty if it does not know.
+        address: the number by which this host reached it; empty if it does not know.
+        port: a TCP port that is free there.
+    """
+
+    launcher: str
+    address: str
+    port: int
+
+
+async def look_at(hosts: Sequence[str], ssh: Sequence[str], order: bytes) -> dict[str, Sighting]:
+    """Ask all hosts what they see.
 
     Raises:
         ConnectError: a host cannot be reached, does not answer, or lacks what the order names. The first one ends the
@@ -32,7 +48,7 @@ async def look_at(hosts: Sequence[str], ssh: Sequence[str], order: bytes) -> dic
     """
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def one(host: str) -> str:
+    async def one(host: str) -> Sighting:
         async with limit:
             return await _look_at(host, ssh, order)
 
@@ -45,7 +61,7 @@ async def look_at(hosts: Sequence[str], ssh: Sequence[str], order: bytes) -> dic
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _look_at(host: str, ssh: Sequence[str], order: bytes) -> str:
+async def _look_at(host: str, ssh: Sequence[str], order: bytes) -> Sighting:
     command = tied(on_host(ssh, host, Mode.LOOK))
     try:
         process = await asyncio.create_subprocess_exec(
@@ -75,7 +91,7 @@ async def _look_at(host: str, ssh: Sequence[str], order: bytes) -> str:
             "as this one",
             address=host,
         )
-    return str(answer["launcher"])
+    return Sighting(str(answer["launcher"]), str(answer["address"]), int(answer["port"]))
 
 
 def _answer_in(out: bytes) -> dict[str, Any] | None:

@@ -6,19 +6,20 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from kvd.config import child_environment, rank_variables, shared_environment, with_unset
+from kvd.config import child_environment, rank_variables, shared_environment, torch_rendezvous
 from kvd.errors import ConfigError
 from kvd.node.affinity import CorePlan, plan_cores, usable_cores
 from kvd.node.launch.hosts import Placement
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_key import JobKey
+from kvd.node.launch.reach import LOOPBACK_NUMBER
 from kvd.node.launch.ssh import on_host, order
 from kvd.node.parent import guarded, tied
-from kvd.node.remote import Mode
+from kvd.node.remote import Mode, free_port
 
 READY_FILE: Final = "scheduler"
 """The name of the file with the address of the scheduler."""
@@ -39,6 +40,8 @@ class ProcessSpec:
         cores: where it may run; None: anywhere.
         host: where it runs, through an ssh; empty: here.
         order: what the other host is told on stdin.
+        takes_stdin: whether it gets a copy of the launcher's stdin.
+        shows_unfinished: whether the beginning of its line is handed on while the end has yet to come.
     """
 
     name: str
@@ -48,6 +51,8 @@ class ProcessSpec:
     cores: Collection[int] | None = None
     host: str = ""
     order: bytes | None = None
+    takes_stdin: bool = False
+    shows_unfinished: bool = False
 
 
 class JobPlan:
@@ -68,6 +73,7 @@ class JobPlan:
         self._token = job.environment.get("KVD_RUN") or secrets.token_hex(16)
         self._run = 0  # how many runs there were before
         self.placement = Placement(job.hosts, job.workers)
+        self._rendezvous = LOOPBACK_NUMBER, free_port()
         self._cores: CorePlan | None = None
         if job.environment.get("KVD_CPU_AFFINITY") == "auto":
             self._plan_cores(usable_cores())
@@ -76,6 +82,10 @@ class JobPlan:
         """From now on, processes belong to the next run: they have another token, and no state of the one before."""
         self._token = secrets.token_hex(16)
         self._run += 1
+
+    def meet_at(self, address: str, port: int) -> None:
+        """Have the workers meet at a free port of the host of rank 0, for ``torch.distributed``."""
+        self._rendezvous = address, port
 
     def look(self) -> bytes:
         """What the hosts are asked before anything starts: do they have the folder and the program?"""
@@ -120,12 +130,15 @@ class JobPlan:
             local_rank=place.local_rank,
             local_world_size=place.local_workers,
         )
-        settings = self._settings(name, scheduler, changes)
+        # those of a launcher around this one are about its own processes
+        settings = self._settings(name, scheduler, {**ranks, **torch_rendezvous(*self._rendezvous), **changes})
+        takes_stdin = self._job.stdin is not None
         if place.host:
-            return self._on_host(name, place.host, self._job.command, ranks | settings)
-        command = guarded(self._job.command, self._grace_s())
-        environment = with_unset(child_environment(settings), ranks)
-        return ProcessSpec(name, command, environment, is_guard=True, cores=self._cores_of(None))
+            spec = self._on_host(name, place.host, self._job.command, settings, takes_stdin=takes_stdin)
+        else:
+            command = guarded(self._job.command, self._grace_s())
+            spec = ProcessSpec(name, command, child_environment(settings), is_guard=True, cores=self._cores_of(None))
+        return replace(spec, takes_stdin=takes_stdin, shows_unfinished=self._job.shows_unfinished)
 
     def _daemon(
         self, name: str, arguments: Sequence[str], scheduler: str, changes: Mapping[str, str], server: int | None
@@ -146,18 +159,21 @@ class JobPlan:
     def _of_run(self, name: str) -> str:
         return f"{name}-run-{self._run}" if self._run else name
 
-    def _on_host(self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str]) -> ProcessSpec:
+    def _on_host(
+        self, name: str, host: str, command: Sequence[str], settings: Mapping[str, str], *, takes_stdin: bool = False
+    ) -> ProcessSpec:
         """A process on another host, under a guard there. Its ssh ends with this process."""
         ssh = tied(on_host(self._job.ssh, host, Mode.RUN))
-        return ProcessSpec(
-            name, ssh, child_environment({}), host=host, order=self._order(command, settings, self._key.text)
-        )
+        given = self._order(command, settings, self._key.text, takes_stdin=takes_stdin)
+        return ProcessSpec(name, ssh, child_environment({}), host=host, order=given)
 
-    def _order(self, command: Sequence[str], settings: Mapping[str, str], key: str) -> bytes:
+    def _order(
+        self, command: Sequence[str], settings: Mapping[str, str], key: str, *, takes_stdin: bool = False
+    ) -> bytes:
         found = shutil.which(command[0])  # the PATH here has the environment that the hosts have, too
         program = [command[0] if found is None or "/" in command[0] else found]
         variables = {**shared_environment(), **settings}
-        return order([*program, *command[1:]], variables, _folder(), self._grace_s(), key)
+        return order([*program, *command[1:]], variables, _folder(), self._grace_s(), key, takes_stdin=takes_stdin)
 
     def _grace_s(self) -> float:
         return min(PARENT_GRACE_S, self._job.grace_s)

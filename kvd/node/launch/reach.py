@@ -9,6 +9,7 @@ from kvd.config import parse_address, tcp_address
 from kvd.errors import ConfigError
 from kvd.node.listening import LOOPBACK
 
+LOOPBACK_NUMBER = "127.0.0.1"
 _EVERYWHERE = "tcp://0.0.0.0:0"
 
 
@@ -47,6 +48,17 @@ class Reach:
             return listening
         number = self._seen.get(host, self._outside[0])
         return tcp_address(self._outside[0] if _is_loopback(number) else number, parse_address(listening).port)
+
+    def worker(self, host: str, address: str) -> str:
+        """The address by which the other hosts reach a worker.
+
+        Args:
+            host: on which it runs; empty: on that of the launcher.
+            address: the number by which the launcher reaches that host; empty: not known.
+        """
+        if _is_loopback(self._seen.get(host, LOOPBACK_NUMBER)):
+            return self._outside[0] if self._outside else LOOPBACK_NUMBER
+        return address or host.rpartition("@")[2]
 
     def _find(self) -> str:
         if not self._outside:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from kvd.node.parent import without_ignored
+
 ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -28,16 +30,17 @@ def handlers_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_handled(loop: asyncio.AbstractEventLoop, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call `on_signal` on the loop for every signal that ends a job. Only in the main thread."""
-    for number in ENDING_SIGNALS:
+    """Call `on_signal` on the loop for every signal that ends a job and is not ignored. Only in the main thread."""
+    handled = without_ignored(ENDING_SIGNALS)
+    for number in handled:
         loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:
         # The job has its exit code: a signal that comes now has nothing to end, and must not end this process with
         # another code. Signals are held back meanwhile: between the two calls the default handler is in place.
-        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-        for number in ENDING_SIGNALS:
+        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        for number in handled:
             loop.remove_signal_handler(number)
             signal.signal(number, _do_nothing)
         signal.pthread_sigmask(signal.SIG_SETMASK, held_back)

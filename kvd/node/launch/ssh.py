@@ -39,7 +39,15 @@ def on_host(ssh: Sequence[str], host: str, mode: Mode) -> list[str]:
     return [*ssh, "-T", *options, "--", host, f"exec {shlex.join(program)}"]
 
 
-def order(command: Sequence[str], environment: Mapping[str, str], folder: str, grace_s: float, key: str = "") -> bytes:
+def order(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+    grace_s: float,
+    key: str = "",
+    *,
+    takes_stdin: bool = False,
+) -> bytes:
     """What a host is told on stdin.
 
     Args:
@@ -48,6 +56,7 @@ def order(command: Sequence[str], environment: Mapping[str, str], folder: str, g
         folder: where the command runs.
         grace_s: how long the command may take to end after SIGTERM when the connection is lost.
         key: the content of a key file, which the host keeps in a private file as long as the command runs; "": none.
+        takes_stdin: whether the stdin of the command follows through the connection; if not, it is empty.
     """
     fields = {
         "command": list(command),
@@ -56,5 +65,6 @@ def order(command: Sequence[str], environment: Mapping[str, str], folder: str, g
         "grace_s": grace_s,
         "silence_s": SILENCE_S,
         "key": key,
+        "takes_stdin": takes_stdin,
     }
     return json.dumps(fields).encode() + b"\n"

@@ -19,13 +19,14 @@ from kvd.node.launch.ending import KILL_GRACE_S, end_all
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_key import job_key
 from kvd.node.launch.job_output import JobOutput
-from kvd.node.launch.look import look_at
+from kvd.node.launch.look import Sighting, look_at
 from kvd.node.launch.output import Stream
 from kvd.node.launch.plan import READY_FILE, JobPlan, ProcessSpec
 from kvd.node.launch.reach import Reach
 from kvd.node.launch.ready_socket import ReadySocket
 from kvd.node.launch.restarts import Restarts
 from kvd.node.launch.ssh import LOST
+from kvd.node.launch.stdin import MAX_BYTES, StdinCopies
 from kvd.node.launch.stop_request import StopRequest, Urgency
 from kvd.node.parent import exit_code
 
@@ -69,6 +70,7 @@ class Supervisor:
         self._restarts = Restarts(job.restarts)
         self._anew = Anew(job)
         self._folder = folder
+        self._stdin = None if job.stdin is None else StdinCopies(job.stdin, self._on_long_stdin)
 
     async def run(self) -> int:
         """Run the job; return its exit code."""
@@ -77,6 +79,8 @@ class Supervisor:
             return await self._outcome() if code is None else code
         finally:
             await self._end()
+            if self._stdin is not None:
+                self._stdin.close()
 
     def stop(self, code: int) -> None:
         """End the job with this exit code; if it is ending already, at once. May be called from any thread."""
@@ -116,7 +120,11 @@ class Supervisor:
             look.cancel()
             await asyncio.wait({look})
             return stop.result()
-        self._reach = Reach(self._job.scheduler, look.result())
+        seen = look.result()
+        self._reach = Reach(self._job.scheduler, {host: sighting.launcher for host, sighting in seen.items()})
+        first = self._plan.placement.worker(0).host
+        if first:
+            self._plan.meet_at(self._reach.worker(first, seen[first].address), seen[first].port)
         return None
 
     async def _start_scheduler(self) -> int | None:
@@ -196,7 +204,8 @@ class Supervisor:
         self._crew.workers[rank] = self._child(self._plan.worker(rank, scheduler))
 
     def _child(self, spec: ProcessSpec) -> Child:
-        return Child(spec, self._output.write, self._on_sink_error)
+        stdin = self._stdin if spec.takes_stdin else None
+        return Child(spec, self._output.write, self._on_sink_error, self._output.turn, stdin)
 
     # --- what ends the job --------------------------------------------------------------------------------------------
 
@@ -349,6 +358,20 @@ class Supervisor:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
             self._loop.call_soon_threadsafe(end)
 
+    def _on_long_stdin(self) -> None:
+        """End the job because stdin is too long for its workers. Called from any thread."""
+
+        def end() -> None:
+            if self._stop.urgency is Urgency.NOT_ASKED:
+                self._say(
+                    f"stdin has more than {MAX_BYTES >> 20} MiB, and each worker gets a copy of it: let the program "
+                    "read a file, and give kvd launch < /dev/null; ending the job"
+                )
+                self._stop.make(ExitCode.USAGE)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
+            self._loop.call_soon_threadsafe(end)
+
     # --- ending -------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
@@ -369,7 +392,7 @@ class Supervisor:
         self._output.say(text)
 
 
-async def _nothing() -> dict[str, str]:
+async def _nothing() -> dict[str, Sighting]:
     return {}
 
 

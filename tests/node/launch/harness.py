@@ -92,7 +92,7 @@ given = json.loads(sys.argv[1])
 given["hosts"] = [Host(*host) for host in given.get("hosts", [])]
 given["restarts"] = RestartRule(**given.get("restarts", {}))
 def show(node, stream, line):  # from several threads: one write is one line, which print does not promise
-    os.write(1, f"{node} {stream} {line.decode()}\\n".encode())
+    os.write(1, f"{node} {stream} {line.decode()}".encode())
 sys.exit(run(Job(**given), show))
 """
 
@@ -106,7 +106,7 @@ class Lines:
 
     def take(self, node: str, stream: str, line: bytes) -> None:
         with self._changed:
-            self.all.append((node, stream, line))
+            self.all.append((node, stream, line.removesuffix(b"\n")))
             self._changed.notify_all()
 
     def of(self, node: str) -> list[str]:

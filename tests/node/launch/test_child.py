@@ -29,7 +29,7 @@ def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyP
 
     async def main() -> int:
         monkeypatch.setattr(os, "waitid", slow)
-        children.append(Child(ProcessSpec("x", ["true"], os.environ), lines.take, lambda *_: None))
+        children.append(Child(ProcessSpec("x", ["true"], os.environ), lines.take, lambda *_: None, threading.Lock()))
         return await asyncio.wait_for(children[0].exited, DEADLINE_S)
 
     assert asyncio.run(main()) == 0
@@ -39,7 +39,7 @@ def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyP
 def test_what_a_process_left_in_its_session_is_killed_when_it_ends(lines: Lines, mark: dict[str, str]) -> None:
     async def main() -> int:
         spec = ProcessSpec("x", shell("sleep 1000 & echo begun; exit 5"), {**os.environ, **mark})
-        return await asyncio.wait_for(Child(spec, lines.take, lambda *_: None).exited, DEADLINE_S)
+        return await asyncio.wait_for(Child(spec, lines.take, lambda *_: None, threading.Lock()).exited, DEADLINE_S)
 
     assert asyncio.run(main()) == 5
     assert lines.of("x") == ["begun"]
@@ -48,8 +48,10 @@ def test_what_a_process_left_in_its_session_is_killed_when_it_ends(lines: Lines,
 
 def test_what_never_began_on_its_host_has_not_run(lines: Lines) -> None:
     async def main() -> None:
-        never_began = Child(ProcessSpec("x", ["true"], os.environ, host="a", order=b"{}"), lines.take, lambda *_: None)
-        ran = Child(ProcessSpec("y", ["true"], os.environ), lines.take, lambda *_: None)
+        never_began = Child(
+            ProcessSpec("x", ["true"], os.environ, host="a", order=b"{}"), lines.take, lambda *_: None, threading.Lock()
+        )
+        ran = Child(ProcessSpec("y", ["true"], os.environ), lines.take, lambda *_: None, threading.Lock())
         for child in (never_began, ran):
             await asyncio.wait_for(child.exited, DEADLINE_S)
         await asyncio.sleep(0)  # for what is done at its end

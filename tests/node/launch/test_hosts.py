@@ -114,6 +114,22 @@ def test_the_hosts_reach_the_scheduler_from_where_they_were_reached(
         assert reach.scheduler(host, listening) == f"tcp://{number}:4711"
 
 
+@pytest.mark.parametrize(
+    ("seen", "host", "address", "reached_by"),
+    [
+        ({}, "", "", "127.0.0.1"),
+        ({"a": "10.0.0.1"}, "a", "10.0.0.2", "10.0.0.2"),
+        ({"me@trainer-a": "10.0.0.1"}, "me@trainer-a", "", "trainer-a"),  # its ssh does not tell
+        ({"localhost": "127.0.0.1"}, "localhost", "127.0.0.1", "127.0.0.1"),
+        ({"localhost": "127.0.0.1", "b": "10.0.0.1"}, "localhost", "127.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_where_the_workers_meet_is_an_address_that_all_hosts_reach(
+    seen: dict[str, str], host: str, address: str, reached_by: str
+) -> None:
+    assert Reach("", seen).worker(host, address) == reached_by
+
+
 def test_the_address_that_is_given_is_used() -> None:
     reach = Reach("tcp://10.9.9.9:9191", {"a": "10.0.0.1", "b": ""})
     assert reach.bind == reach.scheduler("a", "tcp://10.9.9.9:9191") == "tcp://10.9.9.9:9191"
@@ -144,6 +160,7 @@ def test_a_job_on_two_hosts(ssh: Any, daemon: Any, lines: Lines, mark: dict[str,
     code = """
         import os
         names = ("KVD_NODE_ID", "KVD_SCHEDULER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FAKE_HOST")
+        assert (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) > 0) == ("127.0.0.1", True)
         print(*(os.environ[name] for name in names), os.getcwd(), os.read(0, 1), os.environ["ODD"])
     """
     environment = {
@@ -304,7 +321,7 @@ def test_a_launcher_that_is_silent_counts_as_gone(is_private: bool, mark: dict[s
     command = 'stat -c "%n %a" $KVD_KEYFILE; cat $KVD_KEYFILE; sleep 1000 & echo here; sleep 1000'
     order = {
         "command": shell(command), "environment": mark, "folder": str(tmp_path),
-        "grace_s": 0.1, "silence_s": 2.0, "key": "the key\n",
+        "grace_s": 0.1, "silence_s": 2.0, "key": "the key\n", "takes_stdin": False,
     }  # fmt: skip
     program = on_host([], "a", Mode.RUN)[-1]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(temporary)}

@@ -19,25 +19,25 @@ from tests.node.launch.harness import Lines, shell
 
 def logged(level: int, message: str) -> bytes:
     record = logging.LogRecord("kvd.node", level, __file__, 1, message, (), None)
-    return JsonFormatter("server").format(record).encode()
+    return JsonFormatter("server").format(record).encode() + b"\n"
 
 
 def test_what_daemons_log_below_a_warning_is_held_back(lines: Lines) -> None:
     output = HeldBack(lines.take, ["server-0"])
     info, warning = logged(logging.INFO, "joined"), logged(logging.WARNING, "slow")
-    for line in (info, warning, b"Traceback (most recent call last):", b"    its frames"):
+    for line in (info, warning, b"Traceback (most recent call last):\n", b"    its frames\n"):
         output.write("server-0", "stderr", line)
     output.write("worker-0", "stderr", info)
     assert lines.all == [
-        ("server-0", "stderr", warning),
+        ("server-0", "stderr", warning.rstrip()),
         ("server-0", "stderr", b"Traceback (most recent call last):"),
         ("server-0", "stderr", b"    its frames"),
-        ("worker-0", "stderr", info),
+        ("worker-0", "stderr", info.rstrip()),
     ]
     output.release("worker-0")
     output.release("server-0")
     output.release("server-0")
-    assert lines.all[4:] == [("server-0", "stderr", info)]
+    assert lines.all[4:] == [("server-0", "stderr", info.rstrip())]
 
 
 def test_when_the_job_ends_warnings_are_held_back_too(lines: Lines) -> None:
@@ -47,13 +47,13 @@ def test_when_the_job_ends_warnings_are_held_back_too(lines: Lines) -> None:
     output.expect_ends()
     for line in (warning, error):
         output.write("server-0", "stderr", line)
-    assert [line for _, _, line in lines.all] == [warning, error]
+    assert [line + b"\n" for _, _, line in lines.all] == [warning, error]
 
 
 def test_the_traceback_of_a_line_that_is_held_back_is_too(lines: Lines) -> None:
     output = HeldBack(lines.take, ["server-0"])
     for line in (b"12:00:00 server  a message", b"    of two lines", b"12:00:01 server  error: bad", b"    and why"):
-        output.write("server-0", "stderr", line)
+        output.write("server-0", "stderr", line + b"\n")
     assert lines.of("server-0") == ["12:00:01 server  error: bad", "    and why"]
 
 
@@ -95,10 +95,10 @@ def test_the_first_thing_a_launcher_says_is_where_the_scheduler_is(
 def test_logs_are_written_line_by_line_and_earlier_ones_are_kept_once(tmp_path: Path, lines: Lines) -> None:
     for text in (b"first", b"second", b"third"):
         folder = LogFolder(tmp_path, ["launch", "worker-0"], lines.take)
-        folder.write("worker-0", "stdout", text)
+        folder.write("worker-0", "stdout", text + b"\n")
         assert (tmp_path / "worker-0.log").read_bytes() == text + b"\n"
         folder.close()
-        folder.write("worker-0", "stdout", b"too late")
+        folder.write("worker-0", "stdout", b"too late\n")
     assert (tmp_path / "worker-0.log.1").read_bytes() == b"second\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "launch.log", "launch.log.1", "worker-0.log", "worker-0.log.1",
@@ -109,8 +109,8 @@ def test_logs_are_written_line_by_line_and_earlier_ones_are_kept_once(tmp_path: 
 def test_logs_have_a_limit(tmp_path: Path, lines: Lines) -> None:
     folder = LogFolder(tmp_path, ["launch", "worker-0"], lines.take, max_file_bytes=100)
     for number in range(20):
-        folder.write("worker-0", "stdout", b"%029d" % number)
-    folder.write("worker-0", "stdout", b"x" * 200)
+        folder.write("worker-0", "stdout", b"%029d\n" % number)
+    folder.write("worker-0", "stdout", b"x" * 200 + b"\n")
     folder.close()
     assert (tmp_path / "worker-0.log").read_bytes() == b"x" * 200 + b"\n"
     assert [int(line) for line in (tmp_path / "worker-0.log.1").read_bytes().splitlines()] == [18, 19]
@@ -121,7 +121,7 @@ def test_the_job_goes_on_when_its_log_cannot_be_written_any_more(tmp_path: Path,
     (tmp_path / "worker-1.log.1").mkdir()  # in the way of the file that is put aside
     (tmp_path / "worker-1.log").touch()
     for text in (b"one", b"two"):
-        folder.write("worker-1", "stdout", text)
+        folder.write("worker-1", "stdout", text + b"\n")
     assert lines.of("worker-1") == ["one", "two"]
     assert lines.of("launch") == [f"cannot write logs to {tmp_path} (Is a directory): the job goes on without them"]
     folder.close()

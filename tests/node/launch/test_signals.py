@@ -49,6 +49,32 @@ def test_the_first_signal_ends_the_job_in_order(
     assert order == sorted(order)
 
 
+def test_signals_that_are_ignored_at_the_start_stay_ignored(
+    launcher: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under nohup, in a background job of a script. The workers' handlers are those of the launcher."""
+    code = """
+        import signal
+        print([signal.getsignal(n).name for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)], flush=True)
+        print("got", signal.sigwait({signal.SIGTERM}).name, flush=True)
+    """
+    ignored = [signal.SIGHUP, signal.SIGINT]
+    before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
+    try:
+        job = launcher(command=python("import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {15})", code), workers=1)
+    finally:
+        for number, handler in zip(ignored, before, strict=True):
+            signal.signal(number, handler)
+    job.wait_for("worker-0 stdout ['SIG_IGN', 'SIG_IGN', 'SIG_DFL']")
+    for number in ignored:
+        job.process.send_signal(number)
+    job.process.send_signal(signal.SIGTERM)
+    exit_code, said = job.end()
+    assert exit_code == 128 + signal.SIGTERM
+    assert "worker-0 stdout got SIGTERM" in said
+    assert not any("SIGHUP" in line or "SIGINT" in line for line in said if line.startswith("launch "))
+
+
 def test_the_second_signal_kills(launcher: Callable[..., Launcher]) -> None:
     job = launcher(command=python(STUBBORN), grace_s=1000)
     job.wait_for("worker-0 stdout here", "worker-1 stdout here")

@@ -49,6 +49,7 @@ value = np.full(3, kv.rank + 1, np.float32)
 kv.init("w", value)
 kv.pushpull("w", value)
 here = os.environ["SSH_CONNECTION"].split()[2]
+assert os.environ["MASTER_ADDR"] == "10.0.0.2", "the host of rank 0"
 assert os.environ["KVD_KEYFILE"].startswith(os.environ["XDG_RUNTIME_DIR"] + "/kvd-key-")
 print(kv.rank, os.environ["RANK"], os.environ["LOCAL_RANK"], here, value.tolist(), kv.num_servers, flush=True)
 if len(sys.argv) > 1:
