@@ -59,7 +59,8 @@ def train(kv: kvd.KVStore, folder: Path, steps: int, every: int, batch: int) -> 
     begun = begin(kv, folder, values, SGD(Cosine(0.5, steps=200), momentum=0.9, rescale_grad=1 / batch))
     kv.pull(KEYS, out=values)
     for step in kv.steps(steps):
-        mine = np.random.default_rng(step).permutation(len(images))[:batch][kv.rank :: kv.num_workers]
+        place = sum(rank < kv.rank for rank in kv.ranks)  # among those who take part now
+        mine = np.random.default_rng(step).permutation(len(images))[:batch][place :: kv.num_workers]
         kv.pushpull(KEYS, gradients(values, images[mine], data.train_labels[mine]), out=values)
         if (step + 1) % every == 0:
             kv.snapshot(folder / f"step-{step + 1:06d}")

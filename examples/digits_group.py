@@ -59,24 +59,31 @@ def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> 
     return metric.get()[1]
 
 
+def samples_of(kv: kvd.KVStore, order: Array, number: int, batch: int) -> Array:
+    """This worker's part of step `number` of an epoch. Whoever takes part now has a part, and no two have the same."""
+    ranks = kv.ranks
+    place = sum(rank < kv.rank for rank in ranks)
+    start = (number * len(ranks) + place) * batch
+    return order.take(range(start, start + batch), mode="wrap")
+
+
 def train(kv: kvd.KVStore, epochs: int, batch: int, devices: int) -> float:
     """Trains, and returns the accuracy on the test images. `batch` is that of one worker."""
     data = digits.load()
     group = make_group(devices, batch)
+    # Worker 0 says how many steps an epoch has: workers that join or return later may see another number of workers.
+    steps = int(kv.broadcast("steps", np.array([len(data.train_labels) // (batch * kv.num_workers)]))[0])
     pipeline = group.bind_to(kv, optimizer=SGD(0.1, momentum=0.9))
-    mine = slice(kv.rank, None, kv.num_workers)  # every worker sees its own part of the images
-    images, labels = data.train_images[mine], data.train_labels[mine]
-    steps = len(data.train_labels) // kv.num_workers // batch  # the same number everywhere
-    for step in kv.steps(epochs * steps):  # a restarted worker goes on with the step in which its predecessor died
-        epoch, number = divmod(step, steps)
-        order = np.random.default_rng([epoch, kv.rank]).permutation(len(labels))
-        part = order[number * batch : (number + 1) * batch]
-        group.forward_backward(DataBatch([images[part]], [labels[part]]))
-        if number == steps - 1:
-            pipeline.share_states()  # BatchNorm's running means, which differ between workers
-            if kv.rank == 0:
-                reached = accuracy(group, data.test_images, data.test_labels)
-                print(f"epoch {epoch + 1}: accuracy {reached:.3f}", flush=True)
+    images, labels = data.train_images, data.train_labels
+    for epoch in range(epochs):
+        order = np.random.default_rng(epoch).permutation(len(labels))
+        for number in kv.steps(steps):  # a restarted worker continues with the step in which its predecessor died
+            part = samples_of(kv, order, number, batch)
+            group.forward_backward(DataBatch([images[part]], [labels[part]]))
+        pipeline.share_states()  # BatchNorm's running means, which differ between workers
+        if kv.rank == 0:
+            reached = accuracy(group, data.test_images, data.test_labels)
+            print(f"epoch {epoch + 1}: accuracy {reached:.3f}", flush=True)
     return accuracy(group, data.test_images, data.test_labels)
 
 

@@ -87,17 +87,26 @@ def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> 
     return metric.get()[1]
 
 
+def samples_of(kv: kvd.KVStore, order: Array, number: int, batch: int) -> Array:
+    """This worker's part of step `number` of an epoch. Whoever takes part now has a part, and no two have the same."""
+    ranks = kv.ranks
+    place = sum(rank < kv.rank for rank in ranks)
+    start = (number * len(ranks) + place) * batch
+    return order.take(range(start, start + batch), mode="wrap")
+
+
 def train(kv: kvd.KVStore, folder: Path, epochs: int, batch: int, devices: list[str], limit: int | None) -> float:
     """Trains, and returns the accuracy on the test images. `batch` is that of one worker."""
     images, labels = (array[:limit] for array in read_part(folder, "train"))
     test_images, test_labels = (array[:limit] for array in read_part(folder, "test"))
     group = make_group(devices, (batch, *images.shape[1:]))
+    # Worker 0 says how many steps an epoch has: workers that join or return later may see another number of workers.
+    steps = int(kv.broadcast("steps", np.array([len(labels) // (batch * kv.num_workers)]))[0])
     group.bind_to(kv, optimizer=SGD(0.05, momentum=0.9, wd=1e-4))
-    steps = len(labels) // (batch * kv.num_workers)
     for step in kv.steps(epochs * steps):  # a restarted worker goes on with the step in which its predecessor died
         epoch, number = divmod(step, steps)
-        order = np.random.default_rng(epoch).permutation(len(labels))[kv.rank :: kv.num_workers]
-        part = order[number * batch : (number + 1) * batch]
+        order = np.random.default_rng(epoch).permutation(len(labels))
+        part = samples_of(kv, order, number, batch)
         group.forward_backward(DataBatch([images[part]], [labels[part]]))
         if kv.rank == 0 and number == steps - 1:
             print(f"epoch {epoch + 1}: accuracy {accuracy(group, test_images, test_labels):.3f}", flush=True)

@@ -49,16 +49,18 @@ def train(kv: kvd.KVStore, rounds: int, steps: int, rate: float) -> float:
     """Trains, and returns the accuracy on the test images."""
     data = digits.load()
     images, test_images = (part.reshape(len(part), -1) for part in (data.train_images, data.test_images))
-    mine = slice(kv.rank, None, kv.num_workers)
     values = [np.zeros((images.shape[1], CLASSES), np.float32), np.zeros(CLASSES, np.float32)]
 
     kv.init(KEYS, values, merge="mean")
     if kv.type.endswith("async"):
-        kv.set_optimizer(DelayedNesterov(rate, buffer_size=kv.num_workers))
+        # Worker 0 says how many there are: all need the same optimizer, also those that join or return later.
+        workers = int(kv.broadcast("workers", np.array([kv.num_workers]))[0])
+        kv.set_optimizer(DelayedNesterov(rate, buffer_size=workers))
     else:
         kv.set_optimizer(SGD(rate, momentum=0.9, nesterov=True))
     kv.pull(KEYS, out=values)
     for number in kv.steps(rounds, KEYS):  # a restarted worker makes the round again in which its predecessor died
+        mine = slice(sum(rank < kv.rank for rank in kv.ranks), None, kv.num_workers)
         before = [value.copy() for value in values]
         train_alone(values, images[mine], data.train_labels[mine], steps, (number, kv.rank))
         differences = [start - end for start, end in zip(before, values, strict=True)]

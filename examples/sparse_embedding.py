@@ -34,11 +34,11 @@ RATE = 0.5
 TASTES = 2  # what likes depend on
 
 
-def ratings(seed: int, count: int) -> tuple[Array, Array, Array]:
+def ratings(seed: tuple[int, int], count: int) -> tuple[Array, Array, Array]:
     """Users, items, and 1.0 for those that the user likes, else 0.0. Few users and items come up in most ratings."""
     hidden = np.random.default_rng(0)
     of_users, of_items = hidden.normal(size=(USERS, TASTES)), hidden.normal(size=(ITEMS, TASTES))
-    random = np.random.default_rng((1, seed))
+    random = np.random.default_rng((1, *seed))
     users, items = (np.floor(size * random.random(count) ** 3).astype(np.int64) for size in (USERS, ITEMS))
     likes = np.einsum("ij,ij->i", of_users[users], of_items[items]) > 0
     return users, items, likes.astype(np.float32)
@@ -78,7 +78,7 @@ def torch_gradients() -> Gradients:
 
 def accuracy(kv: kvd.KVStore, count: int = 4000) -> float:
     """How many of new ratings are foretold."""
-    users, items, likes = ratings(1 << 40, count)
+    users, items, likes = ratings((1 << 40, 0), count)
     of_users, of_items = kv.row_sparse_pull(["users", "items"], [users, items])
     return float(np.mean((np.einsum("ij,ij->i", of_users, of_items) > 0) == likes))
 
@@ -90,7 +90,7 @@ def train(kv: kvd.KVStore, steps: int, batch: int, gradients: Gradients) -> floa
     kv.set_optimizer(kvd.optimizer.Adagrad(RATE))
     moved = 0
     for step in kv.steps(steps):
-        users, items, likes = ratings(kv.num_workers * step + kv.rank, batch)
+        users, items, likes = ratings((step, kv.rank), batch)
         of_users, of_items = kv.row_sparse_pull(["users", "items"], [users, items])
         kv.push(["users", "items"], list(gradients(users, of_users, items, of_items, likes)))
         moved += len(np.unique(users)) + len(np.unique(items))

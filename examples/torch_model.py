@@ -49,6 +49,14 @@ def accuracy(group: DataParallelExecutorGroup, images: Array, labels: Array) -> 
     return metric.get()[1]
 
 
+def samples_of(kv: kvd.KVStore, order: Array, number: int, batch: int) -> Array:
+    """This worker's part of step `number` of an epoch. Whoever takes part now has a part, and no two have the same."""
+    ranks = kv.ranks
+    place = sum(rank < kv.rank for rank in ranks)
+    start = (number * len(ranks) + place) * batch
+    return order.take(range(start, start + batch), mode="wrap")
+
+
 def train(kv: kvd.KVStore, epochs: int, batch: int, devices: list[str]) -> float:
     """Trains, and returns the accuracy on the test images. `batch` is that of one worker."""
     data = digits.load()
@@ -59,12 +67,13 @@ def train(kv: kvd.KVStore, epochs: int, batch: int, devices: list[str]) -> float
         [DataDesc("data", (batch, 1, 8, 8))],
         [DataDesc("label", (batch,), "int64", layout="N")],
     )
+    # Worker 0 says how many steps an epoch has: workers that join or return later may see another number of workers.
+    steps = int(kv.broadcast("steps", np.array([len(images) // (batch * kv.num_workers)]))[0])
     group.bind_to(kv, optimizer=Adam(0.003))
-    steps = len(images) // (batch * kv.num_workers)
     for step in kv.steps(epochs * steps):  # a restarted worker goes on with the step in which its predecessor died
         epoch, number = divmod(step, steps)
-        order = np.random.default_rng(epoch).permutation(len(images))[kv.rank :: kv.num_workers]
-        part = order[number * batch : (number + 1) * batch]
+        order = np.random.default_rng(epoch).permutation(len(images))
+        part = samples_of(kv, order, number, batch)
         group.forward_backward(DataBatch([images[part]], [data.train_labels[part]]))
         if kv.rank == 0 and number == steps - 1:
             print(f"epoch {epoch + 1}: accuracy {accuracy(group, test_images, data.test_labels):.3f}", flush=True)

@@ -50,7 +50,8 @@ def train(kv: kvd.KVStore, epochs: int, batch: int, rate: float) -> float:
     ):  # a restarted worker goes on with the step in which its predecessor died
         order = np.random.default_rng(step // steps).permutation(len(images))
         start = step % steps * batch
-        mine = order[start : start + batch][kv.rank :: kv.num_workers]
+        place = sum(rank < kv.rank for rank in kv.ranks)  # among those who take part now
+        mine = order[start : start + batch][place :: kv.num_workers]
         gradients = softmax_gradients(weight, bias, images[mine], data.train_labels[mine])
         kv.pushpull(keys, gradients, out=values)  # their sum over all workers, as one process would have it
     predicted = (test_images @ weight + bias).argmax(axis=1)

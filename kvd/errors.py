@@ -12,7 +12,7 @@
     ├── ProtocolError        bytes that are not a valid message
     ├── NodeLost             a node that the call waits for is dead
     ├── BarrierBroken        some workers can no longer reach a barrier
-    ├── NotResumed           a restarted worker pushes, and has not said where it goes on
+    ├── NotResumed           a restarted worker has not said where it continues, or has lost what it trained
     ├── JobEnded             the run that this worker belongs to has ended
     ├── JobBusy              another program runs under the job's name
     ├── StoreClosed          the store was closed, or belongs to another process
@@ -155,10 +155,13 @@ class BarrierBroken(KvdError):
 
 
 class NotResumed(KvdError):
-    """A worker that was restarted pushes before it has said where it goes on: it would train its first steps twice.
+    """A worker cannot continue where its predecessor, or the other workers, have got to.
+
+    It pushes before it has said where it continues, and would train its first steps twice; or steps were made without
+    it, and no optimizer is set on the servers, which therefore do not have what these steps changed.
 
     Attributes:
-        key: the key of the push.
+        key: the key of the push; empty if it is about a loop over `steps`.
     """
 
     def __init__(self, message: str, *, key: str = "") -> None:

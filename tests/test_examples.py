@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -13,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvd
 from kvd.config import child_environment
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.writer import SnapshotWriter
+from kvd.testing.cluster import LocalCluster, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -188,6 +192,32 @@ def test_fashion_mnist_with_small_files(small_files: Path, workers: int) -> None
     batch = "20" if workers == 0 else "10"
     results = run("fashion_mnist.py", str(small_files), "--epochs", "5", "--batch", batch, workers=workers)
     assert min(accuracies(results)) > 0.8
+
+
+def test_all_workers_make_the_same_number_of_steps_whoever_comes_and_goes(small_files: Path) -> None:
+    """One of two workers leaves after the first call, and another one takes its seat. It sees one worker at first."""
+    spec = importlib.util.spec_from_file_location("fashion_mnist", EXAMPLES / "fashion_mnist.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    def train(kv: kvd.KVStore) -> int:
+        example.train(kv, small_files, 5, 10, ["cpu"], None)
+        kv.set_barrier_before_exit(False)
+        steps = kv.version("dense0_weight")
+        kv.close()
+        return steps
+
+    with LocalCluster(2, 1, max_workers=3) as cluster, ThreadPoolExecutor(1) as pool:
+        stays, leaves = cluster.open_stores()
+        trained = pool.submit(train, stays)
+        steps = int(leaves.broadcast("steps", np.array([0]))[0])
+        leaves.set_barrier_before_exit(False)
+        leaves.close()
+        wait_until(lambda: stays.num_workers == 1, "the first worker is alone")
+        comes = cluster.store()
+        assert train(comes) == trained.result() == 5 * steps == 100
 
 
 def test_fashion_mnist_says_where_the_files_are(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class Device:
             return
         with self.current():
             if isinstance(source, np.ndarray) and source.dtype == target.dtype and target.flags.c_contiguous:
-                target.set(np.ascontiguousarray(source))
+                target.set(np.asarray(source, order="C"))  # ascontiguousarray would give a 0-d state one dimension
             else:
                 target[...] = self.xp.asarray(source)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import Result
+from click.testing import CliRunner, Result
 
+import kvd
 from kvd.config import Config, all_settings
 from kvd.errors import ConfigError, ConnectError, KeyNotFound, KvdError, RequestTimeout
 from kvd.node.exit_codes import exit_code_of
@@ -288,3 +291,16 @@ def test_a_client_command_logs_warnings_unless_a_level_is_given(
     monkeypatch.setattr(log, "configure", lambda form, level, name: configured.append(level))
     Options(settings=given).load_client()
     assert configured == [level]
+
+
+def test_the_version_needs_no_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a checkout. It is the version of the distribution, too."""
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    result = CliRunner().invoke(cli, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"kvd, version {kvd.__version__}\n")
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["version"] == kvd.__version__

@@ -100,7 +100,15 @@ def failed_workers(cluster: LocalCluster) -> list[int]:
     return [member["rank"] for member in members if "ended with an error" in member["reason"]]
 
 
-def each(kv: kvd.KVStore, total: int, body: Callable[[int], object], keys: Any = None, *, shared: bool = False) -> None:
+def each(
+    kv: kvd.KVStore,
+    total: int,
+    body: Callable[[int], object],
+    keys: Any = None,
+    *,
+    shared: bool = False,
+    restored: bool = False,
+) -> None:
     """A loop over `kv.steps`, as one statement."""
-    for step in kv.steps(total, keys, shared):
+    for step in kv.steps(total, keys, shared, restored):
         body(step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,27 @@ def test_a_newcomer_finds_what_the_others_have_left_and_takes_part_when_it_says_
         assert late.pull("w").tolist() == [5] * 4
         with pytest.raises(NodeLost, match="worker 0, whose values they are, has left"):
             late.broadcast("fixed", ones())
+
+
+def test_a_newcomer_does_not_skip_steps_that_only_the_others_know() -> None:
+    """No optimizer is set on the servers: what the steps have changed is in the memory of the first worker."""
+
+    def make(kv: kvd.KVStore, total: int, **how: bool) -> Iterator[int]:
+        for step in kv.steps(total, **how):
+            kv.pushpull("w", ones())
+            yield step
+
+    with LocalCluster(1, 2, max_workers=2, merge="mean") as cluster:
+        first = cluster.store(node_id="first")
+        first.init("w", np.zeros(4, np.float32))
+        first_makes = make(first, 1000)
+        assert [next(first_makes) for _ in range(3)] == [0, 1, 2]
+        late = cluster.store(node_id="late")
+        late.init("w", np.zeros(4, np.float32))
+        with pytest.raises(NotResumed, match=r"this worker joined while the job was running, and kv.steps skips"):
+            next(make(late, 1000))
+        assert [next(first_makes) for _ in range(3)] == [3, 4, 5]  # without it
+        late.resume()
 
 
 def test_one_process_is_alone() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.errors import NotAllowed, RequestTimeout
+from kvd.errors import NotAllowed, NotResumed, RequestTimeout
 from kvd.optimizer import SGD
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from tests.client.harness import ones
@@ -159,6 +159,31 @@ def test_asynchronous_workers_hold_nobody_up_and_go_on_level(staleness: int | No
     with LocalCluster(3, 2, slice_bytes=4096, rounds_ahead=4) as cluster:
         clocks = cluster.run(program, "dist_async", **settings)
     assert clocks == ([10, 14, 18] if staleness is None else [18] * 3)
+
+
+def test_a_worker_does_not_miss_steps_in_silence_where_the_servers_have_no_optimizer() -> None:
+    """The steps that the others made while it waited at the point have changed their weights, and not its own."""
+
+    def program(kv: kvd.KVStore) -> str:
+        kv.init("w", np.zeros(4, np.float32))
+        for _ in kv.steps(1 + kv.rank):
+            kv.pushpull("w", ones())
+        kv.join(until="epoch 0")
+        error = ""
+        try:
+            for _ in kv.steps(1):
+                break
+        except NotResumed as raised:
+            error = str(raised)
+        assert list(kv.steps(0, restored=True)) == []
+        for _ in kv.steps(1):
+            kv.pushpull("w", ones())
+        return error
+
+    with LocalCluster(2, 1) as cluster:
+        fewer, more = cluster.run(program)
+    assert "the other workers made more steps than this one" in fewer
+    assert more == ""
 
 
 def test_in_the_async_facade() -> None:

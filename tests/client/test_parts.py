@@ -154,7 +154,7 @@ def test_close_raises_the_unobserved_error_first_and_notes_its_own(is_watched: b
     if is_watched:
         unobserved.watch(["a"], failed(NotAllowed("the push")))
     with pytest.raises(NotAllowed) as caught:
-        ClusterClosing(engine, unobserved, snapshots, ProgramSteps(StepLoops(None, is_strict=True))).end_close(
+        ClusterClosing(engine, unobserved, snapshots, ProgramSteps(StepLoops(None, is_strict=True), Promise)).end_close(
             failed(NotAllowed("the flush"))
         )
     assert str(caught.value) == ("the push" if is_watched else "the flush")
@@ -234,6 +234,8 @@ def test_the_version_of_a_key_is_the_oldest_of_all_its_servers() -> None:
     view = SimpleNamespace(partition_of=lambda name, index: index)
     engine: Any = SimpleNamespace(run=run, call=call, machine=SimpleNamespace(view=view), written=WrittenKeys())
     assert (
-        ClusterRounds(engine, UnobservedErrors(), ProgramSteps(StepLoops(None, is_strict=True))).version("w").wait()
+        ClusterRounds(engine, UnobservedErrors(), ProgramSteps(StepLoops(None, is_strict=True), Promise))
+        .version("w")
+        .wait()
         == 3
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.errors import ConfigError, KeyExists, NotAllowed, ShapeMismatch, SnapshotError
+from kvd.errors import ConfigError, KeyExists, NotAllowed, NotResumed, ShapeMismatch, SnapshotError
 from kvd.optimizer import SGD
 from kvd.snapshots.folder import NewFolder
 from kvd.snapshots.reader import StoredSnapshot
@@ -276,8 +276,27 @@ async def test_in_an_event_loop(tmp_path: Path) -> None:
         async with await kvd.aio.create("local", **settings) as kv:
             await kv.init("w", ones() * 0)
             made = []
-            async for step in kv.steps(5):
+            async for step in kv.steps(5, restored=True):
                 made.append(step)
                 await kv.push("w", ones())
             assert made == list(range(begins, 5))
     assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_a_job_without_an_optimizer_does_not_skip_steps_in_silence(tmp_path: Path, kind: str) -> None:
+    """The launcher restores the values of the store, of which the program need not know."""
+
+    def make(kv: kvd.KVStore, how: Any) -> list[int]:
+        kv.init("w", ones() * 0)
+        made = []
+        for step in kv.steps(5, **(how or {})):
+            kv.push("w", ones())
+            made.append(step)
+        return made
+
+    settings: dict[str, Any] = {"program": make, "snapshot_dir": tmp_path, "snapshot_every": 2, "restore": "auto"}
+    assert run(kind, **settings)[0] == list(range(5))
+    with pytest.raises(NotResumed, match=r"the job was restored from a snapshot, and kv.steps skips"):
+        run(kind, **settings, worker_timeout_s=2.0)
+    assert run(kind, {"restored": True}, **settings)[0] == [4]

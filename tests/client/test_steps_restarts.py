@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -248,7 +250,7 @@ def test_asynchronous_programs_need_not_say_where_they_go_on(orphaned: Any) -> N
 
 def step_through(kv: kvd.KVStore, total: int, keys: list[str], stop: int | None = None) -> list[int]:
     seen = []
-    for step in kv.steps(total):
+    for step in kv.steps(total, restored=True):
         if step == stop:
             break
         kv.push(keys, [ones() for _ in keys])
@@ -299,7 +301,121 @@ def test_keys_at_different_clocks_are_named_at_once(orphaned: Any) -> None:
 def test_another_program_does_not_go_on_where_its_predecessor_stopped(orphaned: Any, keys: list[str] | None) -> None:
     kv = orphaned(lambda first: step_through(first, 9, ["a"], 6))
     with pytest.raises(NotAllowed, match=r"the keys are at different clocks: .* last push of 'b' \(0 count\)"):
-        each(kv, 9, lambda step: kv.push(["a", "b"], [ones(), ones()]), keys)
+        each(kv, 9, lambda step: kv.push(["a", "b"], [ones(), ones()]), keys, restored=True)
+
+
+# ── steps were made without this process, and the servers have no optimizer ──
+
+
+def pushes_in_steps(total: int, **how: Any) -> Callable[[kvd.KVStore], object]:
+    """Makes so many steps of a loop over nine."""
+
+    def program(kv: kvd.KVStore) -> list[int]:
+        seen = []
+        for step in kv.steps(9, **how):
+            if step == total:
+                break
+            kv.push(["a", "b"], [ones(), ones()])
+            seen.append(step)
+        return seen
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("dist_sync", {}), ("dist_sync", {"keys": ["a", "b"]}), ("dist_async", {"shared": True})]
+)
+def test_a_loop_does_not_skip_steps_that_only_its_predecessor_knows(orphaned: Any, kind: str, how: Any) -> None:
+    """Without an optimizer the servers have the merged gradients, and what became of them died with the process."""
+    kv = orphaned(pushes_in_steps(6, **how), kind)
+    with pytest.raises(NotResumed, match=r"this worker was restarted, and kv.steps skips") as raised:
+        pushes_in_steps(9, **how)(kv)
+    for advice in ("kv.set_optimizer", "kv.steps(total, restored=True)", "kv.resume()"):
+        assert advice in str(raised.value)
+    assert raised.value.key == ""
+
+
+def test_a_loop_that_is_over_is_not_skipped_either(orphaned: Any) -> None:
+    kv = orphaned(lambda first: [pushes_in_steps(9)(first), first.push("a", ones())])
+    with pytest.raises(NotResumed, match="this worker was restarted"):
+        pushes_in_steps(9)(kv)
+
+
+def test_a_program_may_say_that_it_has_restored_its_state(orphaned: Any) -> None:
+    kv = orphaned(pushes_in_steps(6))
+    assert pushes_in_steps(9, restored=True)(kv) == [5, 6, 7, 8]
+    assert pushes_in_steps(9)(kv) == list(range(9))  # whatever this process did itself needs no word
+    with pytest.raises(NotAllowed, match="restored is True or False, not 1"):
+        kv.steps(9, restored=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("point", ["0 before", "2 before", "2 half", "4 after", "over"])
+def test_an_optimizer_in_the_worker_goes_on_from_files_of_the_program(point: str) -> None:
+    """As docs/consistency.md shows it: the state before the first step that the loop gives is loaded."""
+    saved: dict[tuple[int, int], Floats] = {}
+    clean: dict[tuple[int, int], Floats] = {}
+
+    def program(files: dict[tuple[int, int], Floats], kv: kvd.KVStore, crash: Crash) -> bytes:
+        kv.init("g", np.zeros(40, np.float32))
+        weights, has_step = np.zeros(40, np.float32), 0
+        for step in kv.steps(5, restored=True):
+            if step != has_step:
+                weights = files[kv.rank, step].copy()
+            crash(f"{step} before")
+            merged = kv.pushpull("g", gradient("g", weights, kv.rank, step))
+            crash(f"{step} half")
+            weights -= RATE * merged
+            has_step = step + 1
+            files[kv.rank, has_step] = weights.copy()
+            crash(f"{step} after")
+        if has_step != 5:
+            weights = files[kv.rank, 5].copy()
+        crash("over")
+        return weights.tobytes()
+
+    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
+        expected, _ = cluster.run(lambda kv: program(clean, kv, lambda seen: None))
+    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
+        assert run_with_a_death(cluster, "dist_sync", partial(program, saved), 1, point) == [expected] * 2
+
+
+def test_a_program_may_begin_again(orphaned: Any) -> None:
+    kv = orphaned(pushes_in_steps(6))
+    kv.resume()
+    assert pushes_in_steps(9)(kv) == list(range(9))
+
+
+def test_the_first_step_is_made_again_without_a_word(orphaned: Any) -> None:
+    assert pushes_in_steps(9)(orphaned(pushes_in_steps(1))) == list(range(9))
+
+
+def test_an_optimizer_that_one_worker_has_set_is_enough(orphaned: Any) -> None:
+    kv = orphaned(lambda first: [first.set_optimizer(kvd.optimizer.SGD(1.0)), pushes_in_steps(6)(first)])
+    assert pushes_in_steps(9)(kv) == [5, 6, 7, 8]
+
+
+def test_an_event_loop_gets_the_same_error() -> None:
+    async def life(cluster: LocalCluster, total: int, **how: Any) -> list[int]:
+        settings = {"scheduler": cluster.address, "run": cluster.settings["run"], "node_id": "worker-0"}
+        kv = await kvd.aio.create("dist_sync", **settings)
+        try:
+            await kv.init("a", np.zeros(4, np.float32))
+            seen = []
+            async for step in kv.steps(9, **how):
+                if step == total:
+                    break
+                await kv.push("a", ones())
+                seen.append(step)
+            await kv.flush()
+            return seen
+        finally:
+            await kv.__aexit__(Killed, None, None)
+
+    with LocalCluster(1, 2, **SLOW_TO_JUDGE) as cluster:
+        assert asyncio.run(life(cluster, 6)) == list(range(6))
+        with pytest.raises(NotResumed, match="this worker was restarted"):
+            asyncio.run(life(cluster, 9))
+        assert asyncio.run(life(cluster, 9, restored=True)) == [5, 6, 7, 8]
 
 
 def test_a_worker_that_takes_the_rank_of_one_that_left_begins_its_loops_anew() -> None:

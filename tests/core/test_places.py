@@ -251,6 +251,54 @@ def test_a_loop_cannot_be_continued_as_one_of_another_kind() -> None:
             program.begin(3, None, shared=shared)
 
 
+@pytest.mark.parametrize(
+    ("stopped", "shared", "missed"),
+    [
+        (None, False, ""),
+        (Stopped(START), False, ""),
+        (Stopped(at(0)), False, ""),
+        (Stopped(at(1)), False, "restarted"),
+        (Stopped(at(9)), False, "restarted"),
+        (Stopped(START), True, ""),
+        (Stopped(at(0, SHARED)), True, "restarted"),
+        (Stopped(START, is_new=True), True, "joined"),
+        (Stopped(START, is_new=True), False, ""),  # it makes all of its own, or the others say with which it continues
+    ],
+)
+def test_a_process_knows_whether_its_loop_skips_steps_that_it_has_not_made(
+    stopped: Stopped | None, shared: bool, missed: str
+) -> None:
+    program = loops(stopped, is_strict=not shared)
+    program.begin(3, None, shared=shared)
+    assert program.has_missed_steps == bool(missed)
+    assert missed in str(program.missed_steps_error())
+    program.catch_up()
+    program.end()
+    if stopped is None or step_of(stopped.place) < 3:
+        program.begin(3, None, shared=shared)
+        assert not program.has_missed_steps
+
+
+def test_steps_that_the_others_make_without_a_late_worker_are_missed() -> None:
+    program = loops()
+    program.begin(9, None)
+    program.enter(0)
+    assert not program.has_missed_steps
+    program.miss_steps()
+    assert program.has_missed_steps
+    assert "the other workers continued without this one" in str(program.missed_steps_error())
+    program.catch_up()
+    assert not program.has_missed_steps
+    program.miss_steps()
+    program.end()
+    program.resume()
+    assert not program.has_missed_steps
+    program.go_on_at(9)
+    assert not program.has_missed_steps
+    program.go_on_at(10)
+    assert program.has_missed_steps
+
+
 def test_keys_that_no_step_can_have_left_so_are_named() -> None:
     left = {"a": Inheritance(at(7), 8, 7), "b": Inheritance(at(6), 7, 7), "c": Inheritance(at(3), 4, 4)}
     program = loops(Stopped(at(7), True, left.get))

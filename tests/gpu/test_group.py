@@ -7,8 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvd
 from kvd.errors import ConfigError
-from kvd.parallel import Accuracy, BatchNorm, Conv2D, DataBatch, DataDesc, DataParallelExecutorGroup, Device, Sequential
+from kvd.optimizer import SGD
+from kvd.parallel import (
+    Accuracy,
+    BatchNorm,
+    Conv2D,
+    DataBatch,
+    DataDesc,
+    DataParallelExecutorGroup,
+    Device,
+    Sequential,
+    TorchModel,
+)
 from kvd.parallel.models.numpy.layers import Dense, Dropout, Embedding, Flatten, ReLU, Tanh
 from kvd.parallel.models.numpy.losses import MeanSquaredError, SoftmaxCrossEntropy
 from tests.gpu.cuda_harness import CUDA, NEEDS_CUDA
@@ -84,3 +96,28 @@ def test_metric_of_arrays_on_the_device() -> None:
 def test_a_device_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"no device cuda:99; this host has cpu, cuda:0"):
         Device.parse("cuda:99").check()
+
+
+def test_a_torch_module_with_batch_norm_trains_on_both_kinds_of_devices() -> None:
+    """It has a 0-d state, `num_batches_tracked`, which is put on each device."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(64, 3)
+    )
+    trained = []
+    for device in ("cpu", "cuda:0"):
+        group = DataParallelExecutorGroup(
+            TorchModel(module, torch.nn.CrossEntropyLoss()),
+            [device],
+            [DataDesc("data", IMAGES.shape)],
+            [DataDesc("label", CLASSES.shape, "int64", layout="N")],
+        )
+        with kvd.create("local") as kv:
+            group.bind_to(kv, optimizer=SGD(0.1))
+            for _ in range(3):
+                group.forward_backward(DataBatch([IMAGES], [CLASSES]))
+            trained.append([*results(group)])
+    assert int(trained[1][-1]) == 3
+    for one, other in zip(*trained, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

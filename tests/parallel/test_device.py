@@ -131,3 +131,39 @@ def test_cuda_device_is_current_while_it_is_used(monkeypatch: pytest.MonkeyPatch
     assert FakeDevice.entered == [1, -1]
     assert device.to_host(SimpleNamespace(values=[3])).tolist() == [3]
     assert FakeDevice.entered == [1, -1, 1, -1]
+
+
+class FakeArray:
+    """An array of CuPy as `Device.put` uses one: `set` takes a contiguous host array of its shape and dtype."""
+
+    def __init__(self, host: Any) -> None:
+        self.host = np.array(host)
+        self.dtype, self.flags = self.host.dtype, self.host.flags
+
+    def set(self, source: Any) -> None:
+        assert isinstance(source, np.ndarray)
+        assert source.flags.c_contiguous
+        if source.shape != self.host.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.host.shape}, new shape: {source.shape}")
+        assert source.dtype == self.dtype
+        self.host[...] = source
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        np.array(7),
+        np.arange(6)[4:5].reshape(()),
+        np.arange(3),
+        np.arange(6).reshape(2, 3).T,
+        np.arange(8)[::2],
+        np.arange(0),
+    ],
+    ids=["0-d", "0-d view", "1-d", "transposed", "strided", "empty"],
+)
+def test_cuda_arrays_of_every_shape_are_written(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BatchNorm of torch has a 0-d state, `num_batches_tracked`."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(1))
+    target = FakeArray(np.full(source.shape, -1, source.dtype))
+    Device.parse("cuda:0").put(target, source)
+    np.testing.assert_array_equal(target.host, source)

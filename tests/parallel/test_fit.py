@@ -114,7 +114,7 @@ def test_data_by_epoch_with_a_torch_model_and_states() -> None:
     first, second = run_two(program, "mean")
     assert_same(first, second)  # states too: rank 0's
     again, _ = run_two(program, "mean")
-    assert_same(first, again)
+    assert_close(first, again)  # torch adds up in an order that depends on its threads
     assert sorted(asked) == [0] * 4 + [1] * 4
 
 

@@ -16,7 +16,7 @@ from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.core.places import Boundary, PlaceKind, Point, kind_of
 from kvd.core.worker.step_loops import Replay, StepLoops
-from kvd.errors import KvdError, NotAllowed
+from kvd.errors import KvdError, NotAllowed, NotResumed
 from kvd.protocol.messages import NO_STEP
 
 
@@ -24,6 +24,7 @@ class ProgramSteps:
     """`StepLoops` behind a lock, and the broadcasts that belong to the present step.
 
     Args:
+        has_optimizer: asks whether an optimizer updates the values of the store.
         announce: tells the servers that all pushes have counted that were made before this place; None: there are none.
         share: gets this worker's next step of a shared loop, None at its end, from the number of the loop's first step,
             how many it has, and the step that is done; None: workers share no steps here.
@@ -35,12 +36,14 @@ class ProgramSteps:
     def __init__(
         self,
         loops: StepLoops,
+        has_optimizer: Callable[[], Promise],
         announce: Callable[[int], Promise] | None = None,
         share: Callable[[int, int, int], Promise] | None = None,
         come_back: Callable[[int, int], Promise] | None = None,
         is_apart: Callable[[], bool] = lambda: False,
     ) -> None:
         self._loops = loops
+        self._has_optimizer = has_optimizer
         self._announce = announce
         self._share = share
         self._come_back = come_back
@@ -184,9 +187,29 @@ class ProgramSteps:
     def come_back(self, total: int) -> Promise | None:
         """The next step of this loop in which the others wait for this worker; None: they do anyway."""
         with self._lock:
-            if self._come_back is None or not self.is_apart() or self._loops.is_shared:
+            if self._come_back is None or not self._waits_to_come_back():
                 return None
             return self._come_back(self._loops.first, total)
+
+    def _waits_to_come_back(self) -> bool:
+        return self._come_back is not None and self.is_apart() and not self._loops.is_shared
+
+    def ask_for_optimizer(self) -> Promise | None:
+        """Asks whether the servers have what missed steps have changed; None: this process has missed none."""
+        with self._lock:
+            if self._waits_to_come_back():
+                self._loops.miss_steps()
+            return self._has_optimizer() if self._loops.has_missed_steps else None
+
+    def catch_up(self) -> None:
+        """See `StepLoops.catch_up`."""
+        with self._lock:
+            self._loops.catch_up()
+
+    def missed_steps_error(self) -> NotResumed:
+        """See `StepLoops.missed_steps_error`."""
+        with self._lock:
+            return self._loops.missed_steps_error()
 
     def enter(self, step: int) -> Promise | None:
         """Begins a step. The promise, if there is one, is kept before the step pushes."""
@@ -236,67 +259,70 @@ class StepIteration:
         NotAllowed: wrong arguments.
     """
 
-    def __init__(self, steps: ProgramSteps, total: object, keys: object, shared: object) -> None:
+    def __init__(self, steps: ProgramSteps, total: object, keys: object, shared: object, restored: object) -> None:
         self._state = IterationState.NEW
         self._steps = steps
         self._total = checks.whole("the number of steps", total, 0)
         self._keys = None if keys is None else _key_names(keys)
-        if not isinstance(shared, bool):
-            raise NotAllowed(f"shared is True or False, not {shared!r:.40}")
-        self._shared = shared
+        self._shared = _flag("shared", shared)
+        self._restored = _flag("restored", restored)
         self._is_shared = False
         self._next = 0
         self._done = NO_STEP
         self.announced: Promise | None = None
         self.snapshot: Handle | None = None
 
-    def end_step(self) -> Promise | None:
-        """Ends the present step, or begins the loop. Wait for `before_next` first.
-
-        Returns:
-            The promise of the step that begins next (None at the end), if others know it: in a shared loop, and for a
-            worker without which the others went on.
+    def end_step(self) -> None:
+        """Ends the present step, or begins the loop. Wait for `before_next` first, and for `snapshot` after it.
 
         Raises:
             NotAllowed: the step has not pushed all of its keys; see also `StepLoops.begin`.
         """
+        self.snapshot = None
+        if self._state is IterationState.NEW:
+            self._next = self._steps.begin(self._total, self._keys, shared=self._shared)
+            self._state = IterationState.OPEN
+        elif self._state is IterationState.OPEN:
+            self._steps.leave()
+            self.snapshot = self._steps.due_snapshot()
+
+    def ask_for_optimizer(self) -> Promise | None:
+        """See `ProgramSteps.ask_for_optimizer`. The answer is for `catch_up`."""
         if self._state is IterationState.ENDED:
             return None
-        self.snapshot = None
-        try:
-            if self._state is IterationState.NEW:
-                self._next = self._steps.begin(self._total, self._keys, shared=self._shared)
-                self._state = IterationState.OPEN
-            else:
-                self._steps.leave()
-                self.snapshot = self._steps.due_snapshot()
-            if self._next >= self._total:
-                return None
-            given = self._steps.ask_for_step(self._total, self._done)
-            self._is_shared = given is not None
-            return given or self._steps.come_back(self._total)
-        except BaseException:
-            self.close()
-            raise
-
-    def begin_step(self) -> int | None:
-        """Begins the next step; None at the end. Wait for `announced` after it."""
-        return self._begin(self._next if self._next < self._total else None)
-
-    def begin_given(self, step: int | None) -> int | None:
-        """Begins the step that the promise of `end_step` gave."""
-        begun = self._begin(step)
-        if self._is_shared:
-            self._next = 0  # others know which comes next
-        return begun
-
-    def _begin(self, step: int | None) -> int | None:
-        if self._state is IterationState.ENDED or step is None:
-            self.close()
+        if self._restored:
+            self._steps.catch_up()
             return None
+        return self._steps.ask_for_optimizer()
+
+    def catch_up(self, *, has_optimizer: bool) -> None:
+        """Goes past the steps that this process has missed.
+
+        Raises:
+            NotResumed: they have changed nothing but the memory of the workers that made them.
+        """
+        if not has_optimizer:
+            raise self._steps.missed_steps_error()
+        self._steps.catch_up()
+
+    @property
+    def next(self) -> int | None:
+        """The step that begins next, unless `ask_for_next` gives a promise of it; None: the loop is over."""
+        return self._next if self._state is IterationState.OPEN and self._next < self._total else None
+
+    def ask_for_next(self) -> Promise | None:
+        """A promise of the step that begins next (None at the end), if others know it: in a shared loop, and for a
+        worker without which the others went on."""
+        if self.next is None:
+            return None
+        given = self._steps.ask_for_step(self._total, self._done)
+        self._is_shared = given is not None
+        return given or self._steps.come_back(self._total)
+
+    def begin_step(self, step: int) -> None:
+        """Begins this step. Wait for `announced` after it."""
         self.announced = self._steps.enter(step)
-        self._next, self._done = step + 1, step
-        return step
+        self._next, self._done = (0 if self._is_shared else step + 1), step  # of shared steps others know the next
 
     def before_next(self) -> Sequence[Promise]:
         """What the present step waits for before it ends; errors are the program's to see."""
@@ -331,17 +357,19 @@ class Steps:
     def __next__(self) -> int:
         for promise in self._iteration.before_next():
             promise.exception()
-        given = self._iteration.end_step()
-        if self._iteration.snapshot is not None:
-            with self._iteration.closed_by_errors():
+        with self._iteration.closed_by_errors():
+            self._iteration.end_step()
+            if self._iteration.snapshot is not None:
                 self._iteration.snapshot.wait()
-        if given is None:
-            step = self._iteration.begin_step()
-        else:
-            with self._iteration.closed_by_errors():
-                step = self._iteration.begin_given(given.result())
+            asked = self._iteration.ask_for_optimizer()
+            if asked is not None:
+                self._iteration.catch_up(has_optimizer=asked.result())
+            given = self._iteration.ask_for_next()
+            step = self._iteration.next if given is None else given.result()
         if step is None:
+            self._iteration.close()
             raise StopIteration
+        self._iteration.begin_step(step)
         if self._iteration.announced is not None:
             self._iteration.announced.result()
         return step
@@ -368,17 +396,19 @@ class AsyncSteps:
         for promise in self._iteration.before_next():
             with suppress(KvdError):
                 await promise
-        given = self._iteration.end_step()
-        if self._iteration.snapshot is not None:
-            with self._iteration.closed_by_errors():
+        with self._iteration.closed_by_errors():
+            self._iteration.end_step()
+            if self._iteration.snapshot is not None:
                 await self._iteration.snapshot
-        if given is None:
-            step = self._iteration.begin_step()
-        else:
-            with self._iteration.closed_by_errors():
-                step = self._iteration.begin_given(await given)
+            asked = self._iteration.ask_for_optimizer()
+            if asked is not None:
+                self._iteration.catch_up(has_optimizer=await asked)
+            given = self._iteration.ask_for_next()
+            step = self._iteration.next if given is None else await given
         if step is None:
+            self._iteration.close()
             raise StopAsyncIteration
+        self._iteration.begin_step(step)
         if self._iteration.announced is not None:
             await self._iteration.announced
         return step
@@ -395,6 +425,12 @@ def _close_dropped(steps: Any) -> None:
     iteration = getattr(steps, "_iteration", None)  # its arguments may have been wrong
     if iteration is not None:
         iteration.close()
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise NotAllowed(f"{name} is True or False, not {value!r:.40}")
+    return value
 
 
 def _key_names(keys: object) -> list[str]:

@@ -8,6 +8,7 @@ import time
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.optimizer_states import fetch_optimizer
 from kvd.core import requests
 from kvd.core.membership import name_of
 from kvd.core.worker.return_pause import ReturnPause
@@ -23,8 +24,10 @@ def program_steps(engine: Engine, *, is_sync: bool) -> ProgramSteps:
     loops = StepLoops(engine.machine.stopped(), is_strict=is_sync)
     servers = ServersOfSteps(engine, loops)
     if not is_sync:
-        return ProgramSteps(loops, servers.announce, servers.share)
-    return ProgramSteps(loops, servers.announce, None, servers.come_back, lambda: engine.machine.is_apart)
+        return ProgramSteps(loops, servers.has_optimizer, servers.announce, servers.share)
+    return ProgramSteps(
+        loops, servers.has_optimizer, servers.announce, None, servers.come_back, lambda: engine.machine.is_apart
+    )
 
 
 async def take_part_again(engine: Engine, loop: requests.Loop | None = None) -> requests.Returned:
@@ -57,6 +60,12 @@ class ServersOfSteps:
         self._engine = engine
         self._loops = loops
         self._pause = ReturnPause(engine.machine.view)
+
+    def has_optimizer(self) -> Promise:
+        async def work() -> bool:
+            return await fetch_optimizer(self._engine) is not None
+
+        return self._engine.run(work())
 
     def announce(self, place: int) -> Promise:
         async def work() -> None:

@@ -166,9 +166,11 @@ class KVStore(StoreProperties):
     async def join(self, until: str | int | None = None) -> None:
         await self._backend.rounds.join(until)
 
-    def steps(self, total: int, keys: Sequence[Any] | None = None, shared: bool = False) -> AsyncSteps:
+    def steps(
+        self, total: int, keys: Sequence[Any] | None = None, shared: bool = False, restored: bool = False
+    ) -> AsyncSteps:
         """``async for step in kv.steps(total)``."""
-        return AsyncSteps(StepIteration(self._backend.steps, total, keys, shared))
+        return AsyncSteps(StepIteration(self._backend.steps, total, keys, shared, restored))
 
     async def resume(self) -> None:
         await self._backend.rounds.resume()

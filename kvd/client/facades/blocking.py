@@ -295,7 +295,9 @@ class KVStore(StoreProperties, KVStoreBase):
         """
         self._blocking().rounds.join(until).wait()
 
-    def steps(self, total: int, keys: Sequence[Key] | None = None, shared: bool = False) -> Steps:
+    def steps(
+        self, total: int, keys: Sequence[Key] | None = None, shared: bool = False, restored: bool = False
+    ) -> Steps:
         """Iterates over the steps of a training: ``for step in kv.steps(total)``.
 
         A new worker gets ``range(total)``. A restarted one goes on with the step in which its predecessor stopped, and
@@ -314,14 +316,21 @@ class KVStore(StoreProperties, KVStoreBase):
                 step of a worker that died is given out again. All of them call it with the same `total`. Bounded
                 staleness does not wait for a worker that finds no more steps, and no worker waits for a slow one but
                 at the end, for the step that it makes. In other types each worker makes every step.
+            restored: the program loads what earlier steps have changed in its own memory, such as weights that an
+                optimizer in the worker has updated: from a checkpoint of its own, as of the first step that it gets,
+                or by a pull, where the values of the store are all of it. Needed only without an optimizer on the
+                servers.
 
         Raises:
             NotAllowed: a step pushes another key, pushes a key twice or not at all; a loop is open already; the
                 predecessor of this worker cannot be continued, since its keys are at different clocks; a broadcast or
                 barrier in a shared step.
+            NotResumed: steps were made without this process, since it was restarted, joined later or was late, or the
+                job was restored; no optimizer is set on the servers, so they do not have what these steps changed, and
+                the program has not said `restored`.
             RequestTimeout: shared steps are left that others do not finish within `round_timeout_s`.
         """
-        return Steps(StepIteration(self._blocking().steps, total, keys, shared))
+        return Steps(StepIteration(self._blocking().steps, total, keys, shared, restored))
 
     def resume(self) -> None:
         """Says that the program knows where it goes on, as one that has read its own checkpoint.

@@ -13,6 +13,7 @@ from kvd.client.calls.handle import Handle
 from kvd.client.calls.held_signals import signals
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_optimizer import is_kept
 from kvd.client.calls.row_states import check_fits
 from kvd.client.calls.values import Array
@@ -47,6 +48,12 @@ class LocalUpdates:
     def optimizer(self) -> Optimizer | None:
         """The one that is set."""
         return self._optimizer
+
+    def has_optimizer(self) -> Promise:
+        """Whether an optimizer or an updater changes the values."""
+        known = Promise()
+        known.set_result(self._optimizer is not None or self._updater is not None)
+        return known
 
     # ── a push ──
 

@@ -43,6 +43,9 @@ class StepLoops:
     Invariants, checked by `validate`:
         outside of loops nothing is listed or touched; within one, the present place lies in it.
 
+    A process has *missed* steps if its loops skip some that it has not made itself. Their effect on the weights is on
+    the servers if these have an optimizer. If not, it was in the memory of the workers that made the steps.
+
     Args:
         predecessor: of this worker; None if it had none that died.
         is_strict: whether a restarted program must say where it goes on before it pushes (synchronous stores).
@@ -64,6 +67,8 @@ class StepLoops:
         self._loops = 0  # begun so far
         self._restored = Restored()
         self._first = self._end = 0  # the steps of the present loop, or the end of the last one
+        self._missed = ""  # why, if this process has missed steps
+        self._is_newcomer = self._predecessor.is_new  # and has not caught up
         self._listed: Collection[str] | None = None
         self._pushed: set[str] = set()
         self._broadcast: set[str] = set()
@@ -111,6 +116,7 @@ class StepLoops:
         if first < total:
             for name in keys or ():
                 self._check_left(name, keys or (), kind, self._end, first)
+        self._note_skipped(kind, total, first)
         self._loops += 1
         self._kind, self._listed = kind, keys
         self._first, self._end = self._end, self._end + total
@@ -119,7 +125,7 @@ class StepLoops:
         return first
 
     def _step_to_go_on_with(self, kind: PlaceKind, total: int) -> int:
-        restored = min(max(0, self._restored.steps - self._end), total)
+        restored = self._steps_of_snapshot(total)
         if kind is PlaceKind.SHARED and 0 < restored < total:
             raise NotAllowed(
                 f"the store was restored after step {restored} of a loop over kv.steps(…, shared=True), which has "
@@ -136,6 +142,49 @@ class StepLoops:
                 "or the reverse: run the same program again, or call kv.resume() to begin another"
             )
         return max(restored, stopped) if kind is PlaceKind.STEP else restored
+
+    def _note_skipped(self, kind: PlaceKind, total: int, first: int) -> None:
+        """A loop of this kind is about to begin with step `first`."""
+        of_snapshot, stopped = self._steps_of_snapshot(total), self._predecessor.place
+        has_shared = self._is_newcomer or (stopped != START and step_of(stopped) >= self._end)
+        if first > of_snapshot or (kind is PlaceKind.SHARED and self._is_behind and has_shared):
+            self._missed = self._missed or self._came_later
+        elif of_snapshot and self._restored.begins_past:
+            self._missed = "the job was restored from a snapshot"
+
+    def _steps_of_snapshot(self, total: int) -> int:
+        """How many steps of the loop that is about to begin were made before the snapshot that was restored."""
+        return min(max(0, self._restored.steps - self._end), total)
+
+    @property
+    def _came_later(self) -> str:
+        """That this process was not there when the job began; empty if it was."""
+        if self._predecessor.is_new:
+            return "this worker joined while the job was running"
+        return "this worker was restarted" if self._has_predecessor else ""
+
+    @property
+    def has_missed_steps(self) -> bool:
+        """Whether steps before the present point were made without this process, since `catch_up` was called last."""
+        return bool(self._missed)
+
+    def catch_up(self) -> None:
+        """The process has, or is about to get, what the missed steps have changed."""
+        self._missed, self._is_newcomer = "", False
+
+    def miss_steps(self) -> None:
+        """The other workers continue without this one."""
+        self._missed = self._missed or self._came_later or "the other workers continued without this one"
+
+    def missed_steps_error(self) -> NotResumed:
+        """No optimizer is set on the servers, so they do not have what the missed steps have changed."""
+        return NotResumed(
+            f"{self._missed}, and kv.steps skips the steps that were made without it. But no optimizer is set on the "
+            f"servers: what those steps have changed, such as the weights, is in the memory of the workers that made "
+            f"them, and this process does not have it. Let the servers update the weights (kv.set_optimizer), or load "
+            f"the state before the first step that the loop gives from a checkpoint of your own, and say so with "
+            f"kv.steps(total, restored=True). A program that begins again calls kv.resume() before the loop"
+        )
 
     def enter(self, step: int) -> None:
         """Begins a step of the open loop."""
@@ -189,6 +238,8 @@ class StepLoops:
     def go_on_at(self, steps: int) -> None:
         """The next loop begins with this step, among those of all loops: another worker has made so many."""
         self.check_may_stand_by()
+        if steps > self._end and self._is_strict:  # in others each makes the steps of its own
+            self._missed = self._missed or "the other workers made more steps than this one before they all met"
         self._end = max(self._end, steps)
         self.place = place_of(PlaceKind.OUTSIDE, self._end)
 
@@ -201,6 +252,7 @@ class StepLoops:
         """The program has said where it goes on: whatever came before, its loops begin with their first steps."""
         self._is_behind = False
         self._restored = Restored()
+        self._missed = ""
 
     # ── snapshots ──
 

@@ -29,7 +29,7 @@ _OF_MESSAGE: dict[type[Any], str] = {
     messages.SetOptimizer: "set_optimizer",
     messages.UpdateOptimizer: "update_optimizer",
     messages.CompressorQuery: "set_gradient_compression",
-    messages.OptimizerQuery: "save_optimizer_states",
+    messages.OptimizerQuery: "a look at the optimizer",
     messages.FetchState: "save_optimizer_states",
     messages.StoreState: "load_optimizer_states",
     messages.ListRows: "export_table",
