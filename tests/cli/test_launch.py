@@ -175,6 +175,26 @@ def test_the_exit_code_of_the_job(spawn: Spawn) -> None:
     assert "launch    | worker-1 failed (exit code 9): ending the job\n" in err
 
 
+def test_a_worker_that_exits_with_an_error_ends_the_job_at_once(spawn: Spawn) -> None:
+    code = """
+        import sys, numpy as np, kvd
+        kv = kvd.create("dist_sync")
+        kv.init("w", np.zeros(2, np.float32))
+        for step in kv.steps(3):
+            if step == 2:
+                if kv.rank == 1:
+                    sys.exit(3)
+                kv.flush()
+            kv.pushpull("w", np.ones(2, np.float32))
+        print("trained on without worker 1")
+    """
+    process = launch(spawn, code)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 3, err
+    assert "trained on" not in out
+    assert "launch    | worker-1 failed (exit code 3): ending the job\n" in err
+
+
 def test_an_interrupted_job(spawn: Spawn) -> None:
     code = "import signal; print('here', flush=True); signal.pause()"
     process = launch(spawn, code)

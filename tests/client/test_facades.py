@@ -106,10 +106,10 @@ def test_stores_that_nobody_closed_all_begin_before_the_first_is_waited_for(monk
     monkeypatch.setattr(exits, "_errors", set())
     closing = Closing()
     stores = [life_of(closing, distributed=True) for _ in range(2)]
-    exits._leave()
+    exits._leave(failed=False, barrier=True)
     assert closing.calls == ["begin True"] * 2 + ["end"] * 2
     assert not any(store.is_open for store in stores)
-    exits._leave()
+    exits._leave(failed=False, barrier=True)
     assert len(closing.calls) == 4
 
 
@@ -124,6 +124,6 @@ def test_the_first_error_at_the_end_of_the_process_is_raised(monkeypatch: pytest
     closing = Failing()
     kept = [life_of(closing, distributed=True) for _ in range(2)]
     with pytest.raises(KeyNotFound):
-        exits._leave()
+        exits._leave(failed=False, barrier=True)
     assert closing.calls == ["begin True"] * 2 + ["end"] * 2
     assert not any(store.is_open for store in kept)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.checks import wants_copy
+from kvd.client.calls.exits import ends_well
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
 from kvd.client.calls.memory_budget import Reservation
@@ -240,7 +241,7 @@ class KVStore(StoreProperties):
     async def __aexit__(
         self, kind: _ErrorType | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
+        if ends_well(kind, error):
             await self.close()
         else:
             self._life.claim_end()

@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 
 from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.checks import wants_copy
+from kvd.client.calls.exits import ends_well
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
 from kvd.client.calls.merging import MergeChoice
@@ -541,7 +542,7 @@ class KVStore(StoreProperties, KVStoreBase):
         return self
 
     def __exit__(self, kind: _ErrorType | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if kind is None:
+        if ends_well(kind, error):
             self.close()
         else:
             self._life.abandon(failed=True)

@@ -35,8 +35,9 @@ class StoreLife:
         """Leaves in good order. Call `claim_end` first."""
         self.end_close(self.begin_close())
 
-    def begin_close(self) -> Handle:
-        return self._closing.begin_close(self.barrier_before_exit)
+    def begin_close(self, *, barrier: bool = True) -> Handle:
+        """Begins to leave in good order. `barrier`: it may meet the other workers, if the program wants that."""
+        return self._closing.begin_close(barrier and self.barrier_before_exit)
 
     def end_close(self, leaving: Handle) -> None:
         self._closing.end_close(leaving)
