@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvd_cli import interrupts
 from kvd_cli.options import current
-from kvd_cli.patience import told_when_slow
+from kvd_cli.patience import Patience, told_when_slow
 
 if TYPE_CHECKING:  # `kvd --help` needs no client
+    from kvd.client.cluster.joining import Arrival
     from kvd.client.cluster.observer import Observer
     from kvd.client.facades.blocking import KVStore
-    from kvd.config import Config
+    from kvd.config import Config, Loaded
+
+NOBODY_THERE_S: Final = 2.0
+"""How long a command without ``--timeout`` tries a name that is not known, or an address where nothing listens."""
 
 
 @contextlib.contextmanager
@@ -29,9 +33,10 @@ def observer(doing: str) -> Iterator[Observer]:
     with interrupts.nothing_begun():
         from kvd.client.cluster.observer import Observer
 
-    config = current().load_client().config
-    with told_when_slow(_connecting(config), config):
-        cluster = Observer(config)
+    loaded = current().load_client()
+    config = loaded.config
+    with told_when_slow(_connecting(config), config) as patience:
+        cluster = Observer(config, at_prompt(loaded, patience))
     with cluster, told_when_slow(doing, config):
         yield cluster
 
@@ -52,7 +57,7 @@ def as_worker(doing: str) -> Iterator[KVStore]:
         "join_timeout_s", loaded.config.request_timeout_s
     )  # nobody waits at a prompt as long as a job does
     with told_when_slow(_connecting(loaded.config), loaded.config) as patience:
-        store = visit("dist", patience.say, **given)
+        store = visit("dist", at_prompt(loaded, patience, operator=True), **given)
     store.set_barrier_before_exit(False)
     try:
         with told_when_slow(doing, loaded.config):
@@ -62,6 +67,26 @@ def as_worker(doing: str) -> Iterator[KVStore]:
         raise
     with told_when_slow("leaving the cluster", loaded.config):
         store.close()
+
+
+def at_prompt(loaded: Loaded, patience: Patience, *, operator: bool = False) -> Arrival:
+    """How a command comes to a cluster: it waits for no workers, and not for long where nothing listens.
+
+    Args:
+        loaded: the settings of the command.
+        patience: tells the person what the command waits for.
+        operator: as of `Arrival`.
+    """
+    from kvd.client.cluster.joining import Arrival
+
+    timeout_s = current().timeout_s
+    return Arrival(
+        wait_for_workers=False,
+        operator=operator,
+        tell=patience.say,
+        scheduler_given=loaded.is_given("scheduler"),
+        patience_s=NOBODY_THERE_S if timeout_s is None else timeout_s,
+    )
 
 
 def _connecting(config: Config) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
     own = {
         "KVD_ROLE": "worker",
         "KVD_SCHEDULER": config.scheduler,
-        "KVD_NODE_ID": config.node_id or f"{socket.gethostname()}-worker-{os.getpid()}",
+        "KVD_NODE_ID": config.node_id or f"{socket.gethostname()}-worker-{secrets.token_hex(6)}",
         "KVD_PARENT_PID": "",  # the guard watches the parent for both
     }
     for name in ("num_workers", "num_servers"):

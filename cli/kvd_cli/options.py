@@ -57,6 +57,8 @@ class Options:
     def load_silently(self) -> Loaded:
         """The settings of a daemon, which writes the notes to its own log."""
         self._use_timeout()
+        if self.timeout_s is not None:
+            self.settings.setdefault("join_timeout_s", self.timeout_s)
         return self._load()
 
     def load_daemon(self) -> Loaded:

@@ -11,7 +11,7 @@ import click
 
 from kvd.config import Loaded
 from kvd_cli import interrupts
-from kvd_cli.connect import observer
+from kvd_cli.connect import at_prompt, observer
 from kvd_cli.flags import common_options
 from kvd_cli.options import current
 from kvd_cli.output import print_json, print_table, size
@@ -84,7 +84,7 @@ def restore(path: Path, type_: str | None) -> None:
         loaded.notes,
     )
     with told_when_slow(f"restoring {path}", loaded.config) as patience:
-        made = preparation.make(loaded, type_ or preparation.type_name, patience.say)
+        made = preparation.make(loaded, type_ or preparation.type_name, at_prompt(loaded, patience))
     seconds = time.monotonic() - begun
     if current().output == "json":
         facts = {name: getattr(made, name) for name in ("keys", "steps", "num_workers", "num_servers")}

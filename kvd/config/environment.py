@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
@@ -141,6 +143,29 @@ def rank_contradictions(rank: int, num_workers: int, environ: Mapping[str, str] 
 def with_unset(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:
     """The variables with those of `additions` that are not set in them, or empty."""
     return {**environ, **{name: value for name, value in additions.items() if not environ.get(name, "").strip()}}
+
+
+def program_command(arguments: Sequence[str] | None = None, most_chars: int = 200) -> str:
+    """Return the command line of this Python program, such as ``python train.py``, to be shown.
+
+    Args:
+        arguments: of the interpreter, with its name; ``None``: those of this process.
+        most_chars: what is longer is shortened to the program.
+
+    Returns:
+        "" if there is no program that could be started again: an interactive interpreter, a notebook, ``python -c``.
+    """
+    name, *given = sys.orig_argv if arguments is None else arguments
+    at = 0
+    while at < len(given) and given[at].startswith("-") and given[at] not in ("-", "-m") and given[at][:2] != "-c":
+        at += 2 if given[at] in ("-W", "-X") else 1
+    rest = given[at:]
+    program = rest[:2] if rest[:1] == ["-m"] else rest[:1]
+    is_shell = program and Path(program[-1]).name in ("ipykernel_launcher", "ipython", "ipython3", "jupyter")
+    if not Path(name).name.startswith("python") or not program or program[0][:2] in ("-", "-c") or is_shell:
+        return ""
+    whole = shlex.join(["python", *given])
+    return whole if len(whole) <= most_chars else f"{shlex.join(['python', *program])[:most_chars]} …"
 
 
 def python_path(environ: Mapping[str, str] | None = None) -> str:

@@ -154,7 +154,10 @@ class Config:
     server_timeout_s: float = declare(5.0, "silence after which a server counts as dead", unit="s", minimum=0.02)
     worker_timeout_s: float = declare(20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02)
     join_timeout_s: float = declare(
-        300.0, "how long a worker waits until its cluster is complete", unit="s", minimum=0.02, used_by=("worker",)
+        300.0,
+        "how long a worker waits until its cluster is complete, and a server for its scheduler",
+        unit="s",
+        minimum=0.02,
     )
     request_timeout_s: float = declare(
         60.0,

@@ -43,6 +43,10 @@ class Loaded:
     origin: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
+    def is_given(self, setting: str) -> bool:
+        """Whether the value of a setting is not the default, or was given all the same."""
+        return self.origin.get(setting, "default") != "default"
+
     def environment(self) -> dict[str, str]:
         """Like `Config.environment`, plus the values that were given and equal the default.
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvd.config import Config, Role, systemd_environment
 from kvd.core.machine import Machine
 from kvd.errors import ConfigError, KvdError
 from kvd.node.driver import Driver
 from kvd.node.exit_codes import ExitCode, exit_code_of
-from kvd.node.host_names import check_host
 from kvd.node.keyring import Keyring
-from kvd.node.listening import listen_address
 from kvd.node.parent import without_ignored
 from kvd.node.ready_file import ReadyFile
 from kvd.node.watch import ProcessWatch
@@ -39,6 +37,14 @@ class DaemonRole(Protocol):
     @property
     def name(self) -> Role:
         """The role."""
+
+    async def prepare(self) -> tuple[Keyring, Sequence[str]]:
+        """Return the keys of this node, and where it listens. Waits for what others have to provide first.
+
+        Raises:
+            ConfigError: there is no key, none that can be used, or no address to listen at.
+            ConnectError: the scheduler cannot be found.
+        """
 
     def make_driver(
         self,
@@ -75,31 +81,21 @@ class Daemon:
 
     Attributes:
         address: where it listens, once it does.
-        transport: its connections.
+        transport: its connections, from then on.
 
     Raises:
         ConfigError: the settings do not suit the role.
-        ConnectError: the host of a server's scheduler is not known.
     """
 
-    def __init__(self, config: Config, role: DaemonRole, keyring: Keyring) -> None:
+    transport: HostTransport
+
+    def __init__(self, config: Config, role: DaemonRole) -> None:
         self.address = ""
-        self._keyring = keyring
+        self._config = config
         self._role = role
-        self._parent_pid = config.parent_pid
+        self._keyring: Keyring | None = None  # None while it is waited for
         config.check_role(role.name)
-        if role.name == "server":
-            check_host(config)
-        self._listen_address = listen_address(config, role.name)
         self._executor = ThreadPoolExecutor(1, "kvd-jobs")
-        self.transport = HostTransport(
-            shared_memory=config.shared_memory == "auto" and role.name == "server",
-            tcp_links=TcpLinks(config.tcp_links),
-            arena_limit_bytes=config.memory_bound_bytes(),
-            curve=keyring.curve,
-            memory_limit_bytes=config.memory_bound_bytes(),
-            copies_parts=True,
-        )
         systemd = systemd_environment()
         self._notifier = Notifier(systemd.notify_socket, systemd.watchdog_usec)
         self._driver: Driver | None = None
@@ -112,7 +108,12 @@ class Daemon:
         return None if self._driver is None else self._driver.machine
 
     async def run(self, ready: ReadyFile | None = None, *, signals: bool = True) -> int:
-        """Run until `end` is called, and return the exit code. Without `signals` it can run in any thread."""
+        """Run until `end` is called, and return the exit code. Without `signals` it can run in any thread.
+
+        Raises:
+            ConfigError: there is no key, none that can be used, or no address to listen at.
+            ConnectError: the address to listen at is taken, or the scheduler of a server cannot be found.
+        """
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         if signals:
@@ -121,11 +122,18 @@ class Daemon:
             for number in without_ignored((signal.SIGHUP,)):
                 loop.add_signal_handler(number, self._reload)
         watch = ProcessWatch(loop)
-        if self._parent_pid:
-            watch.watch(self._parent_pid, lambda: self.end(ExitCode.OK, "the parent process is gone"))
+        if self._config.parent_pid:
+            watch.watch(self._config.parent_pid, lambda: self.end(ExitCode.OK, "the parent process is gone"))
         background: list[asyncio.Task[None]] = []
+        preparing = loop.create_task(self._role.prepare())
         try:
-            address = self.transport.listen(self._listen_address)
+            either: list[asyncio.Future[Any]] = [preparing, self._ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                return self._ended.result()
+            self._keyring, addresses = preparing.result()
+            self.transport = self._new_transport(self._keyring)
+            address = self.transport.listen(*addresses)
             self._driver = self._role.make_driver(
                 address, self.transport, self._executor, self._halted, partial(self.end, ExitCode.OK)
             )
@@ -138,16 +146,28 @@ class Daemon:
             return await self._ended
         finally:
             self._notifier.stopping("stopping")
+            preparing.cancel()
             for task in (*background, *([] if self._leaving is None else [self._leaving])):
                 task.cancel()
             watch.close()
             if self._driver is not None:
                 self._driver.stop()
-            else:
+            elif self._keyring is not None:
                 self.transport.close(0)
             self._role.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._notifier.close()
+
+    def _new_transport(self, keyring: Keyring) -> HostTransport:
+        config = self._config
+        return HostTransport(
+            shared_memory=config.shared_memory == "auto" and self._role.name == "server",
+            tcp_links=TcpLinks(config.tcp_links),
+            arena_limit_bytes=config.memory_bound_bytes(),
+            curve=keyring.curve,
+            memory_limit_bytes=config.memory_bound_bytes(),
+            copies_parts=True,
+        )
 
     def end(self, code: int, why: str) -> None:
         """End the daemon with this exit code."""
@@ -175,6 +195,8 @@ class Daemon:
 
     def _reload(self) -> None:
         """Read the list of allowed keys again."""
+        if self._keyring is None:
+            return  # it is read when the key is there
         try:
             event(logger, logging.INFO, f"received SIGHUP: {self._keyring.reload()}")
             if self._keyring.curve is not None:

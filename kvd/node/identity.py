@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
 
-from kvd.config import parse_address
+from kvd.config import parse_address, tcp_address
+from kvd.transport.reaching import look_up
 
 
 def new_incarnation() -> int:
@@ -38,10 +40,14 @@ def host_name() -> str:
 
 
 def reachable(address: str) -> str:
-    """The address as other hosts can use it: this host's number replaces a wildcard."""
+    """Return the address as other hosts can use it: a number of this host's name replaces a wildcard."""
     parsed = parse_address(address)
     if not parsed.is_wildcard:
         return address
+    families = (socket.AF_INET,) if parsed.host == "0.0.0.0" else (socket.AF_INET, socket.AF_INET6)
     with suppress(OSError):
-        return f"tcp://{socket.gethostbyname(socket.gethostname())}:{parsed.port}"
+        found = [where[0] for family, where in look_up(socket.gethostname(), parsed.port) if family in families]
+        outside = [number for number in found if not ipaddress.ip_address(number).is_loopback]
+        if found:
+            return tcp_address([*outside, *found][0], parsed.port)
     return address

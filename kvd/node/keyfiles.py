@@ -22,6 +22,7 @@ from kvd.errors import ConfigError
 from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
 
 MAX_FILE_BYTES: Final = 4096
+MOST_LINKS: Final = 40  # as the kernel follows
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 _LINE: Final = re.compile(r'\s*(?:(?P<name>[a-z]+) *= *"(?P<value>(?:[^"\\]|\\["\\])*)"\s*)?(?:#.*)?')
 _PUBLIC_PART: Final = "has no secret key: it is the public part, which goes into lists of allowed keys"
@@ -112,21 +113,21 @@ def parse_key(text: str, where: str) -> NodeKey:
 
 
 def read_key(path: Path, *, is_guarded: bool = False) -> NodeKey:
-    """The key in a file that nobody else can read.
+    """The key in a file that only this user can read; one of root may be readable for a group of this process.
 
     Args:
         is_guarded: whether the folder of the file keeps others out, as that of systemd's credentials does. Then its
             mode and owner do not count.
 
     Raises:
-        ConfigError: there is none, it cannot be read, others could read it, or it is not a key file.
+        ConfigError: there is none, it cannot be read, others could read, change or replace it, or it is not a key file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
     except FileNotFoundError:
         raise _unusable(str(path), "does not exist: check the name, or make a key with kvd key new") from None
     except OSError as error:
-        raise _unusable(str(path), f"cannot be read ({error.strerror}): make this process's user its owner") from None
+        raise _unreadable(path, error) from None
     try:
         _check_privacy(path, os.fstat(descriptor), is_guarded=is_guarded)
         content = os.read(descriptor, MAX_FILE_BYTES + 1)  # of a regular file it gives all
@@ -172,16 +173,80 @@ def write_key(path: Path, key: NodeKey) -> None:
 
 
 def _check_privacy(path: Path, status: os.stat_result, *, is_guarded: bool) -> None:
+    """Refuse a key file that others can read, that another user has written, or that others can replace.
+
+    A file of root may be readable for a group of this process: root has chosen who is in that group.
+    """
     if not stat.S_ISREG(status.st_mode):
         raise _unusable(str(path), "is not a file")
     if is_guarded:
         return
-    if status.st_mode & OTHERS:
-        text = f"can be read by other users (mode {stat.S_IMODE(status.st_mode):o})"
-        raise _unusable(str(path), f"{text}, so it may not be secret any more: chmod 600 {path}, or make a new one")
-    me = os.geteuid()
-    if me not in (0, status.st_uid):  # root reads the files of users, as in a container
-        raise _unusable(str(path), f"belongs to user {status.st_uid}, and this process runs as user {me}")
+    me, owner, mode = os.geteuid(), status.st_uid, stat.S_IMODE(status.st_mode)
+    is_for_group = owner == 0 and status.st_gid in (os.getegid(), *os.getgroups())
+    if mode & (OTHERS & ~stat.S_IRGRP if is_for_group else OTHERS):
+        text = f"can be read by other users (mode {mode:o}), so it may not be secret any more"
+        raise _unusable(str(path), f"{text}: {_privacy_advice(path, owner)}")
+    if me not in (0, owner) and owner != 0:  # root reads the files of users, as in a container
+        raise _unusable(
+            str(path), f"belongs to user {owner}, and this process runs as user {me}: make this user or root its owner"
+        )
+    folder = _open_folder(path, (0, me, owner)) if owner != me or mode & OTHERS else None
+    if folder is not None:
+        raise _unusable(
+            str(path),
+            f"can be replaced by other users, since all may change the folder {folder}: chmod o-w {folder}, or move "
+            "the key",
+        )
+
+
+def _privacy_advice(path: Path, owner: int) -> str:
+    if owner == 0 and os.geteuid() != 0:
+        return (
+            f"chmod 640 {path} as root, with a group of this process ({os.getegid()}); for a volume of a Kubernetes "
+            "Secret set defaultMode: 0440, and securityContext.fsGroup of the pod"
+        )
+    return f"chmod 600 {path}, or make a new one"
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    advice = "make this process's user its owner"
+    with suppress(OSError):
+        if isinstance(error, PermissionError) and path.stat().st_uid == 0:
+            advice = (
+                f"let a group of this process read it (as root: chgrp {os.getegid()} {path}, chmod 640 {path}); for a "
+                "volume of a Kubernetes Secret set securityContext.fsGroup of the pod"
+            )
+    return _unusable(str(path), f"cannot be read ({error.strerror}): {advice}")
+
+
+def _open_folder(path: Path, trusted: Sequence[int]) -> str | None:
+    """Return a folder on the way to a file, through all links, in which everyone may replace the next step.
+
+    In a folder with the sticky bit, as /tmp and a volume of Kubernetes are, only the owner of an entry may do that.
+
+    Args:
+        path: of the file.
+        trusted: users that may own such an entry.
+    """
+    at, rest = "/", list(path.absolute().parts[1:])
+    links = 0
+    while rest:
+        name = rest.pop(0)
+        if name == "..":
+            at = os.path.dirname(at)
+            continue
+        entry = os.path.join(at, name)
+        folder_mode, status = os.stat(at).st_mode, os.lstat(entry)
+        is_sticky = folder_mode & stat.S_ISVTX and status.st_uid in trusted
+        if folder_mode & stat.S_IWOTH and not is_sticky:
+            return at
+        if stat.S_ISLNK(status.st_mode) and links < MOST_LINKS:
+            links += 1
+            target = Path(os.readlink(entry))
+            at, rest = ("/", [*target.parts[1:], *rest]) if target.is_absolute() else (at, [*target.parts, *rest])
+        else:
+            at = entry
+    return None
 
 
 def _unusable(where: str, problem: str) -> ConfigError:

@@ -51,14 +51,21 @@ class KeySource:
     is_guarded: bool = False
     is_users: bool = False
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is the user's own key, and no scheduler of the user has made it yet."""
+        return self.is_users and not os.path.exists(
+            self.path
+        )  # unlike Path.exists, for a folder that may not be searched
+
     def read(self) -> NodeKey:
         """The key.
 
         Raises:
             ConfigError: there is none, or none that can be used.
         """
-        if self.is_users and not os.path.exists(self.path):  # unlike Path.exists, for a folder that may not be searched
-            raise _no_key(self.path)
+        if self.is_missing:
+            raise no_key(self.path)
         return read_key(self.path, is_guarded=self.is_guarded)
 
 
@@ -74,6 +81,18 @@ def key_source(keyfile: str) -> KeySource:
     if credentials is not None and os.path.exists(credentials / CREDENTIAL):
         return KeySource(credentials / CREDENTIAL, is_guarded=True)
     return KeySource(user_key_path(), is_users=True)
+
+
+def missing_key(config: Config, role: Role | str) -> Path | None:
+    """Return where the key of this process will appear when a scheduler of the user makes it; None: nothing is missing.
+
+    Raises:
+        ConfigError: as `key_source`.
+    """
+    if config.insecure or role == "scheduler":
+        return None
+    source = key_source(config.keyfile)
+    return source.path if source.is_missing else None
 
 
 class Keyring:
@@ -97,7 +116,7 @@ class Keyring:
         if config.insecure:
             return
         source = key_source(config.keyfile)
-        if source.is_users and role == "scheduler" and not os.path.exists(source.path):
+        if source.is_missing and role == "scheduler":
             _make(source.path)
         key = source.read()
         is_daemon = role in ("scheduler", "server")
@@ -141,7 +160,8 @@ def _make(path: Path) -> None:
             raise
 
 
-def _no_key(path: Path) -> ConfigError:
+def no_key(path: Path) -> ConfigError:
+    """That the user has no key yet, and how to get one."""
     return ConfigError(
         f"there is no key at {path}: the first scheduler of this user makes one there. If the scheduler runs on "
         "another host, run there: kvd key export | ssh THIS_HOST kvd key import. If it runs with a key file of its "

@@ -12,7 +12,6 @@ from kvd.node.core_dumps import forbid_core_dumps
 from kvd.node.daemon import Daemon
 from kvd.node.descriptors import raise_descriptor_limit
 from kvd.node.exit_codes import exit_code_of
-from kvd.node.keyring import Keyring
 from kvd.node.memory import share_one_pool
 from kvd.node.ready_file import ReadyFile
 from kvd.node.scheduler_role import SchedulerRole
@@ -26,12 +25,9 @@ def new_daemon(loaded: Loaded, role: Role) -> Daemon:
     """A scheduler or a server that is ready to run.
 
     Raises:
-        ConfigError: the settings do not suit the role, or there is no key, or none that can be used.
-        ConnectError: the host of a server's scheduler is not known.
+        ConfigError: the settings do not suit the role.
     """
-    keyring = Keyring(loaded.config, role)
-    behaviour = SchedulerRole(loaded) if role == "scheduler" else ServerRole(loaded, keyring.curve)
-    return Daemon(loaded.config, behaviour, keyring)
+    return Daemon(loaded.config, SchedulerRole(loaded) if role == "scheduler" else ServerRole(loaded))
 
 
 def run_daemon(loaded: Loaded, role: Role, *, ready_file: Path | None = None) -> int:

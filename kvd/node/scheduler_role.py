@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError, KvdError
 from kvd.node.driver import Driver
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
+from kvd.node.keyring import Keyring
+from kvd.node.listening import when_known
 from kvd.node.state_file import SchedulerStateFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
@@ -37,6 +39,12 @@ class SchedulerRole:
         self._machine: SchedulerRouter | None = None
         self._driver: Driver | None = None
         self._state: SchedulerStateFile | None = None
+
+    async def prepare(self) -> tuple[Keyring, Sequence[str]]:
+        """The keys, which the first scheduler of a user makes, and the addresses behind the name to listen at."""
+        config = self._config
+        keyring = Keyring(config, self.name)
+        return keyring, await when_known(config.bind or config.scheduler, config.join_timeout_s)
 
     def make_driver(
         self,

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,10 +22,21 @@ from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
-from kvd.node.handshakes import watch_handshake
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.jobs import JobRunner
+from kvd.node.keyring import Keyring
+from kvd.node.listening import LOOK_UP_EVERY_S, listen_address, when_known
 from kvd.node.memory import keep_freed_memory
+from kvd.node.scheduler_search import (
+    HandshakeWatch,
+    KeyWait,
+    Notices,
+    finding_of,
+    in_daemon_thread,
+    no_answer,
+    problem_of,
+    remedy,
+)
 from kvd.node.server_express import ServerExpress
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
@@ -32,13 +44,14 @@ from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.curve import Curve
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
+from kvd.transport.probe import Finding
+from kvd.transport.reaching import UnknownNameError
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 logger = logging.getLogger("kvd.node")
 
 JOIN_POLL_S = 0.02
-NOTICE_S = 3.0  # until the log says what a server waits for
 
 
 class ServerRole:
@@ -46,12 +59,59 @@ class ServerRole:
 
     name: Role = "server"
 
-    def __init__(self, loaded: Loaded, curve: Curve | None) -> None:
+    def __init__(self, loaded: Loaded) -> None:
         self._config = loaded.config
         self._origin = loaded.origin
-        self._curve = curve
+        self._begun = time.monotonic()  # it waits for its key and its scheduler since then
+        self._notices = Notices()
+        self._curve: Curve | None = None
         self._session: SchedulerSession | None = None
         self._driver: Driver | None = None
+        self._handshakes: HandshakeWatch | None = None
+
+    async def prepare(self) -> tuple[Keyring, Sequence[str]]:
+        """The keys and where to listen, once the scheduler has made the user's key and its host's name is known."""
+        config = self._config
+        keyring = await self._when_there_is_a_key()
+        self._curve = keyring.curve
+        if config.bind:
+            return keyring, await when_known(config.bind, config.join_timeout_s)
+        while True:
+            try:
+                return keyring, [await in_daemon_thread(partial(listen_address, config, self.name))]
+            except (UnknownNameError, ConnectionRefusedError, TimeoutError):
+                finding = await finding_of(config.scheduler, self._curve)
+            problem = problem_of(finding, config.scheduler, self._curve)
+            if problem:
+                raise ConnectError(problem, address=config.scheduler)
+            self._waited(finding)
+            await asyncio.sleep(LOOK_UP_EVERY_S)
+
+    async def _when_there_is_a_key(self) -> Keyring:
+        config = self._config
+
+        def tell() -> None:
+            event(logger, logging.WARNING, f"{wait.describe()}; trying for {config.join_timeout_s:g} s")
+
+        wait = KeyWait(config, self.name, tell)
+        try:
+            await in_daemon_thread(partial(wait.run, self._begun + config.join_timeout_s))
+        finally:
+            wait.stop()
+        return Keyring(config, self.name)
+
+    def _waited(self, finding: Finding | None) -> None:
+        """Report at times that the scheduler does not answer.
+
+        Raises:
+            ConnectError: it has not within `join_timeout_s`.
+        """
+        where, limit_s = self._config.scheduler, self._config.join_timeout_s
+        text = f"{no_answer(finding, where)}: {remedy(finding, where)}"
+        if time.monotonic() > self._begun + limit_s:
+            raise ConnectError(f"{text}; tried for {limit_s:g} s (join_timeout_s)", address=where)
+        if self._notices.is_due(finding):
+            event(logger, logging.WARNING, f"still waiting for the scheduler: {text}; trying for {limit_s:g} s")
 
     def make_driver(
         self,
@@ -110,24 +170,17 @@ class ServerRole:
         """Return once the server has joined.
 
         Raises:
-            ConnectError: no scheduler answered within ``request_timeout_s``.
+            ConnectError: no scheduler answered within ``join_timeout_s``.
         """
-        session = self._session
+        session, handshakes = self._session, self._handshakes
         assert session is not None, "make_driver makes it"
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.request_timeout_s
-        notice_at: float | None = loop.time() + NOTICE_S
         while not session.joined:
-            if notice_at is not None and loop.time() > notice_at:
-                notice_at = None
-                event(logger, logging.WARNING, f"still waiting for the scheduler at {self._config.scheduler}")
-            if loop.time() > deadline and not session.heard:
-                where = self._config.scheduler
-                text = (
-                    f"no scheduler answers at {where} after {self._config.request_timeout_s:g} s: start one there "
-                    f"(kvd scheduler --scheduler {where}), or set KVD_SCHEDULER to where it is"
-                )
-                raise ConnectError(text, address=where)
+            if not session.heard:
+                self._waited(None if handshakes is None else handshakes.finding)
+            elif self._notices.is_due():
+                reason = session.why_not_joined or "it has yet to let this node in"
+                text = f"still waiting for the scheduler at {self._config.scheduler}: {reason}"
+                event(logger, logging.WARNING, text)
             await asyncio.sleep(JOIN_POLL_S)
 
     def is_needed(self) -> bool:
@@ -147,8 +200,10 @@ class ServerRole:
         """Find out why the scheduler does not answer, if it does not."""
         session = self._session
         assert session is not None, "make_driver makes it"
-        watch_keys = watch_handshake(self._config.scheduler, self._curve, lambda: session.heard, self._handshake_failed)
-        return [asyncio.get_running_loop().create_task(watch_keys)]
+        self._handshakes = HandshakeWatch(
+            self._config.scheduler, self._curve, lambda: session.heard, self._handshake_failed
+        )
+        return [asyncio.get_running_loop().create_task(self._handshakes.run())]
 
     def _handshake_failed(self, error: KvdError) -> None:
         if self._driver is not None:

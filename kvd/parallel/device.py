@@ -138,7 +138,7 @@ def _cupy() -> Any:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise ConfigError(
-            f"a CUDA device needs CuPy, which cannot be imported ({error}): pip install cupy-cuda12x, or use \"cpu\"",
+            f'a CUDA device needs CuPy, which cannot be imported ({error}): pip install cupy-cuda12x, or use "cpu"',
             setting="devices",
         ) from error
 

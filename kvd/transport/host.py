@@ -108,8 +108,8 @@ class HostTransport:
         self._listener.start(self._loop)
         self._seeker.start(self._loop)
 
-    def listen(self, address: str) -> str:
-        self._listener.address = self._zmq.listen(address)
+    def listen(self, address: str, *others: str) -> str:
+        self._listener.address = self._zmq.listen(address, *others)
         return self._listener.address
 
     def listen_links(self, incarnation: int) -> None:

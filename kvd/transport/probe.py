@@ -5,16 +5,18 @@ ZeroMQ tries a failed handshake again for ever, in silence. Here one is made who
 
 from __future__ import annotations
 
-import socket as plain
+import socket
 import time
+from contextlib import suppress
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvd.config import parse_address
+from kvd.config import Address, parse_address, tcp_address
 from kvd.transport.curve import Curve
+from kvd.transport.reaching import UnknownNameError, connect_to_any
 
 _GREETING_BYTES: Final = 64
 _OPENING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
@@ -23,11 +25,27 @@ _OPENING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
 _MECHANISM: Final = slice(12, 32)
 _TRIES: Final = 2  # a node that is being restarted may break one off
 
+_ASK_FOR_A_PAGE: Final = b"GET / HTTP/1.0\r\n\r\n"
+_LINE_BYTES: Final = 64
+_SERVICES: Final = {
+    b"HTTP/": "a web server (HTTP)",
+    b"<": "a web server (HTTP)",
+    b"SSH-": "an SSH server",
+    b"-ERR": "a Redis server",
+    b"-DENIED": "a Redis server",
+    b"-NOAUTH": "a Redis server",
+    b"\x15\x03": "a server with TLS",
+    b"220": "a mail or FTP server",
+}
+"""First bytes of what services say, of themselves or to a line that they do not understand."""
+
 
 class Outcome(Enum):
     """How a handshake went."""
 
-    NO_ANSWER = "nothing listens there, or it says nothing"
+    UNKNOWN_NAME = "no address is known for the host's name"
+    REFUSED = "nothing listens there"
+    NO_ANSWER = "there is no way to it, or it says nothing"
     SUCCEEDED = "each side accepts the other's key"
     NOT_ZMQ = "something else than ZeroMQ listens there"
     WITHOUT_KEYS = "the other side uses no keys, this one does"
@@ -36,67 +54,125 @@ class Outcome(Enum):
     NOT_ADMITTED = "the other side does not let this key in"
 
 
-def try_handshake(address: str, curve: Curve | None, key: str = "", timeout_s: float = 1.0) -> Outcome:
-    """Makes a handshake with the node at an address. Blocks for up to three times `timeout_s`.
+class Finding(NamedTuple):
+    """What a handshake showed.
+
+    Attributes:
+        outcome: how it went.
+        detail: without an answer, why, in the words of the system; for `Outcome.NOT_ZMQ`, what listens there.
+    """
+
+    outcome: Outcome
+    detail: str = ""
+
+
+def try_handshake(address: str, curve: Curve | None, key: str = "", timeout_s: float = 1.0) -> Finding:
+    """Make a handshake with the node at an address. Blocks for up to four times `timeout_s`, and for the name server.
 
     Args:
+        address: of the node.
         curve: the keys of this node; None: it uses none.
         key: the public key that the other side should hold, as in `Curve.secure_connection`.
+        timeout_s: seconds for each of the steps.
     """
-    mechanism = _mechanism_of(address, timeout_s)
-    if mechanism is None:
-        return Outcome.NO_ANSWER
-    if mechanism not in (b"NULL", b"CURVE"):
-        return Outcome.NOT_ZMQ
-    if curve is None:
-        return Outcome.WITH_KEYS if mechanism == b"CURVE" else Outcome.SUCCEEDED
-    if mechanism == b"NULL":
-        return Outcome.WITHOUT_KEYS
-    return _curve_handshake(address, curve, key, timeout_s)
-
-
-def _mechanism_of(address: str, timeout_s: float) -> bytes | None:
-    """The security mechanism that the greeting of a ZeroMQ socket names (rfc.zeromq.org/spec/37); b"" if it is none;
-    None if nothing comes."""
-    where = parse_address(address)
-    received = b""
-    until = time.monotonic() + timeout_s
     try:
-        with _connected(where.scheme, where.host, where.port, where.path, timeout_s) as connection:
-            connection.sendall(_OPENING)
-            while len(received) < _GREETING_BYTES and (left_s := until - time.monotonic()) > 0:
-                connection.settimeout(left_s)
-                came = connection.recv(_GREETING_BYTES - len(received))
-                if not came:
-                    break
-                received += came
-    except OSError:
-        pass  # what has come by now counts
-    if not received:
-        return None
-    if not received.startswith(b"\xff"):
-        return b""
-    return received[_MECHANISM].rstrip(b"\0") if len(received) == _GREETING_BYTES else None
+        connection = _connected(parse_address(address), timeout_s)
+    except UnknownNameError as error:
+        return Finding(Outcome.UNKNOWN_NAME, _words_of(error))
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        return Finding(Outcome.REFUSED, _words_of(error))
+    except OSError as error:
+        return Finding(Outcome.NO_ANSWER, _words_of(error))
+    with connection:
+        came = _answer_to(connection, _OPENING, _GREETING_BYTES, timeout_s)
+        number = _number_of(connection, address)
+    if not came:
+        return _who_is_silent(address, timeout_s)
+    if not came.startswith(b"\xff"):
+        return Finding(Outcome.NOT_ZMQ, _service_that_says(came))
+    if len(came) < _GREETING_BYTES:
+        return Finding(Outcome.NO_ANSWER, "it broke the connection off")
+    mechanism = came[_MECHANISM].rstrip(b"\0")
+    if mechanism not in (b"NULL", b"CURVE"):
+        return Finding(Outcome.NOT_ZMQ, "another program of ZeroMQ")
+    if curve is None:
+        return Finding(Outcome.WITH_KEYS if mechanism == b"CURVE" else Outcome.SUCCEEDED)
+    if mechanism == b"NULL":
+        return Finding(Outcome.WITHOUT_KEYS)
+    return Finding(_curve_handshake(number, curve, key, timeout_s))
 
 
-def _connected(scheme: str, host: str, port: int, path: str, timeout_s: float) -> plain.socket:
-    if scheme == "tcp":
-        return plain.create_connection((host, port), timeout_s)
-    connection = plain.socket(plain.AF_UNIX, plain.SOCK_STREAM)
+def _words_of(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _connected(where: Address, timeout_s: float) -> socket.socket:
+    if where.scheme == "tcp":
+        return connect_to_any(where.host, where.port, timeout_s)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
-        connection.connect("\0" + path[1:] if path.startswith("@") else path)
+        connection.connect("\0" + where.path[1:] if where.path.startswith("@") else where.path)
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def _curve_handshake(address: str, curve: Curve, key: str, timeout_s: float) -> Outcome:
+def _number_of(connection: socket.socket, address: str) -> str:
+    """The address at the other end of a connection to an address, in numbers."""
+    if connection.family == socket.AF_UNIX:
+        return address
+    with suppress(OSError):  # the other side has hung up
+        host, port = connection.getpeername()[:2]
+        return tcp_address(host, port)
+    return address
+
+
+def _answer_to(connection: socket.socket, said: bytes, most: int, timeout_s: float) -> bytes:
+    """What comes over a connection after something was said, up to `most` bytes."""
+    received = b""
+    until = time.monotonic() + timeout_s
+    with suppress(OSError):  # what has come by now counts
+        connection.sendall(said)
+        while len(received) < most and (left_s := until - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            came = connection.recv(most - len(received))
+            if not came:
+                break
+            received += came
+    return received
+
+
+def _who_is_silent(address: str, timeout_s: float) -> Finding:
+    """Find out what accepts connections and does not greet.
+
+    Many services wait for a line first. A request for a web page makes most of them say something typical.
+    """
+    where = parse_address(address)
+    came = b""
+    if where.scheme == "tcp":
+        with suppress(OSError), _connected(where, timeout_s) as connection:
+            came = _answer_to(connection, _ASK_FOR_A_PAGE, _LINE_BYTES, timeout_s)
+    if came and not came.startswith(b"\xff"):
+        return Finding(Outcome.NOT_ZMQ, _service_that_says(came))
+    return Finding(Outcome.NO_ANSWER, "it accepts connections, and says nothing")
+
+
+def _service_that_says(came: bytes) -> str:
+    """What a program is that begins with these bytes."""
+    for beginning, name in _SERVICES.items():
+        if came.startswith(beginning):
+            return name
+    line = came.splitlines()[0][:40].decode("ascii", "replace")
+    return f"a program that says {''.join(char for char in line if char.isprintable())!r}"
+
+
+def _curve_handshake(number: str, curve: Curve, key: str, timeout_s: float) -> Outcome:
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.setsockopt(zmq.IPV6, int("[" in address))
+    dealer.setsockopt(zmq.IPV6, int("[" in number))
     curve.secure_connection(dealer, key)
     monitor = dealer.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -107,7 +183,7 @@ def _curve_handshake(address: str, curve: Curve, key: str, timeout_s: float) -> 
     broken_off = 0
     until = time.monotonic() + 2 * timeout_s
     try:
-        dealer.connect(address)
+        dealer.connect(number)
         while (left_s := until - time.monotonic()) > 0 and broken_off < _TRIES:
             if not monitor.poll(int(left_s * 1000)):
                 break

@@ -11,6 +11,7 @@ FRAME_OVERHEAD_BYTES: Final = 9 + 33  # the most that ZMTP and CURVE add to a fr
 SEND_HIGH_WATER_MARK: Final = 20_000  # messages that wait for one peer
 RECONNECT_FIRST_MS: Final = 50
 RECONNECT_LIMIT_MS: Final = 2000
+CONNECT_LIMIT_MS: Final = 5000  # the kernel tries an address that does not answer for two minutes
 HANDSHAKE_LIMIT_MS: Final = 5000
 SILENCE_LIMIT_MS: Final = 20_000  # until a connection to a host that does not answer is given up
 KEEPALIVE_S: Final = 5  # until a silent connection is probed, and between two probes
@@ -45,6 +46,7 @@ def set_options(socket: zmq.Socket[bytes], address: str) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
     socket.setsockopt(zmq.TCP_MAXRT, SILENCE_LIMIT_MS)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_LIMIT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_LIMIT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)

@@ -33,11 +33,11 @@ from kvd.transport.base import (
 )
 from kvd.transport.callers import Callers
 from kvd.transport.curve import Curve, KeyCheck, is_key
+from kvd.transport.dealer import Dealer
 from kvd.transport.listening import someone_listens, why_not_listening
 from kvd.transport.memory_watch import MemoryWatch
 from kvd.transport.process_memory import ProcessMemory
 from kvd.transport.quotas import Quotas
-from kvd.transport.refused_handshakes import RefusedHandshake
 from kvd.transport.routing_ids import begin_anywhere
 from kvd.transport.socket_options import MAX_FRAME_BYTES, set_options
 
@@ -77,9 +77,7 @@ class ZmqTransport:
         self._context = zmq.Context(io_threads=io_threads)
         self._context.max_sockets = 4096
         self._router: zmq.Socket[bytes] | None = None
-        self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
-        self._addresses: dict[Peer, tuple[str, str]] = {}  # of the dealers: address and key of the other end
-        self._refused: dict[Peer, RefusedHandshake] = {}  # watches the dealers
+        self._dealers: dict[Peer, Dealer] = {}
         self._uncopied: dict[Peer, deque[zmq.MessageTracker]] = {}  # payloads being sent without a copy
         self._readers: dict[int, _Reader] = {}
         self._callers = Callers(Quotas(MemoryWatch(memory_limit_bytes, ProcessMemory())))
@@ -99,12 +97,13 @@ class ZmqTransport:
         if self._router is not None:
             self._watch(self._router, None)
         for peer, dealer in self._dealers.items():
-            self._watch(dealer, peer)
-            self._refused[peer].start(self._loop)
+            self._watch(dealer.socket, peer)
+            dealer.start(self._loop)
         self._callers.start(self._loop)
         self._watch_quotas()
 
-    def listen(self, address: str) -> str:
+    def listen(self, address: str, *others: str) -> str:
+        """Listen at an address. Others must have the same port, and are those of the same name."""
         if address.startswith("ipc://") and someone_listens(address.removeprefix("ipc://")):
             raise ConnectError(  # libzmq would silently take the path over
                 f"cannot listen at {address}: another process listens there; stop it, or choose another address",
@@ -118,63 +117,57 @@ class ZmqTransport:
             if self._key_check is None:
                 self._key_check = KeyCheck(self._context, self._curve.admit)
             self._curve.secure_listener(router)
-        try:
-            router.bind(address)
-        except zmq.ZMQError as error:
-            router.close(linger=0)
-            raise ConnectError(f"cannot listen at {address}: {why_not_listening(error)}", address=address) from None
+        bound = []
+        for each in (address, *others):
+            router.setsockopt(zmq.IPV6, int("[" in each))
+            try:
+                router.bind(each)
+            except zmq.ZMQError as error:
+                router.close(linger=0)
+                raise ConnectError(f"cannot listen at {each}: {why_not_listening(error)}", address=each) from None
+            endpoint: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+            bound.append(endpoint.rstrip(b"\0").decode())
         self._router = router
         self._watch(router, None)
         prepare_sending_without_copies()
-        bound: bytes = router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
-        where = bound.rstrip(b"\0").decode()
-        if where.startswith("tcp://"):
-            self._callers.open(router, int(where.rpartition(":")[2]))
+        if bound[0].startswith("tcp://"):
+            self._callers.open(router, int(bound[0].rpartition(":")[2]))
             if self._loop is not None:
                 self._callers.start(self._loop)
-        return where
+        return bound[0]
 
     def connect(self, peer: Peer, address: str, key: str = "") -> None:
         self.disconnect(peer)
-        dealer = self._context.socket(zmq.DEALER)
-        set_options(dealer, address)
-        refused = RefusedHandshake(dealer, lambda: self.connect(peer, address, key))
         try:
-            if self._curve is not None:
-                self._curve.secure_connection(dealer, key)
-            dealer.connect(address)
+            dealer = Dealer(
+                self._context, address, key, self._curve, self._lock, lambda: self.connect(peer, address, key)
+            )
         except zmq.ZMQError as error:
-            refused.stop()
-            dealer.close(linger=0)
             what = f"{address} is not an address to connect to"
             if key and not is_key(key):
                 what = f"the node at {address} announces {key!r}, which is no key"
             raise ConnectError(f"{what}: {error.strerror}", address=address) from None
         self._dealers[peer] = dealer
-        self._addresses[peer] = (address, key)
-        self._refused[peer] = refused
-        self._watch(dealer, peer)
+        self._watch(dealer.socket, peer)
         if self._loop is not None:
-            refused.start(self._loop)
+            dealer.start(self._loop)
 
     def disconnect(self, peer: Peer) -> None:
         with self._lock:
             dealer = self._dealers.pop(peer, None)
-            self._addresses.pop(peer, None)
             self._uncopied.pop(peer, None)
             if dealer is not None:
-                self._refused.pop(peer).stop()
-                self._unwatch(dealer)
-                dealer.close(linger=0)
+                self._unwatch(dealer.socket)
+                dealer.close()
 
     async def detach_buffers(self) -> None:
         """Returns when no queued message refers to the memory of its sender, or after two seconds. A connection with
         such messages is opened again: its queued messages are lost, and libzmq drops them within milliseconds."""
-        for peer, (address, key) in list(self._addresses.items()):
+        for peer, dealer in list(self._dealers.items()):
             with self._lock:
                 uncopied = self._uncopied_to(peer)
             if uncopied:
-                self.connect(peer, address, key)
+                self.connect(peer, dealer.address, dealer.key)
             until = time.monotonic() + DETACH_LIMIT_S
             while uncopied and time.monotonic() < until:
                 await asyncio.sleep(DETACH_POLL_S)
@@ -188,14 +181,13 @@ class ZmqTransport:
 
     def close(self, linger_s: float) -> None:
         with self._lock:
-            sockets = [*self._dealers.values(), *([] if self._router is None else [self._router])]
-            for refused in self._refused.values():
-                refused.stop()
-            self._refused = {}
             self._callers.close()
-            for socket in sockets:
-                self._unwatch(socket)
-                socket.close(linger=int(linger_s * 1000))
+            for dealer in self._dealers.values():
+                self._unwatch(dealer.socket)
+                dealer.close(linger_s)
+            if self._router is not None:
+                self._unwatch(self._router)
+                self._router.close(linger=int(linger_s * 1000))
             self._dealers = {}
             self._router = None
         if self._key_check is not None:
@@ -283,12 +275,14 @@ class ZmqTransport:
     def send(self, peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         body = joined(pieces_of(payload)) if payload else None
         with self._lock:
-            socket = self._dealers.get(peer)
-            routed = socket is None
-            if socket is None:
+            dealer = self._dealers.get(peer)
+            routed = dealer is None
+            if dealer is not None:
+                socket = dealer.socket
+            elif self._router is None or peer.kind is not PeerKind.CALLER or not self._callers.quotas.may_send(peer):
+                return False
+            else:
                 socket = self._router
-                if socket is None or peer.kind is not PeerKind.CALLER or not self._callers.quotas.may_send(peer):
-                    return False
             sent = self._send_frames(
                 socket, peer if routed else None, header, body, None if routed else self._uncopied_to(peer)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,10 +52,18 @@ def test_an_unknown_host_is_named(spawn: Spawn) -> None:
     assert "the host 'no-such-host.invalid'" in err or "no scheduler answers" in err  # a slow name server
 
 
-def test_a_server_names_an_unknown_host(spawn: Spawn) -> None:
-    process = spawn("server", "-S", UNKNOWN, "--insecure", "--timeout", "30s")
+def test_a_command_does_not_try_for_long_where_nothing_listens(spawn: Spawn) -> None:
+    begun = time.monotonic()
+    process = spawn("status", "-S", NOBODY)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 3 or "cannot find the address" in err  # a slow name server
+    assert (process.returncode, time.monotonic() - begun < 50) == (3, True)
+    assert f"error: no scheduler answers at {NOBODY} (Connection refused): start one there" in err
+
+
+def test_a_server_names_an_unknown_host(spawn: Spawn) -> None:
+    process = spawn("server", "-S", UNKNOWN, "--insecure", "--join-timeout-s", "1s")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
     assert "no-such-host.invalid" in err
 
 

@@ -100,11 +100,12 @@ def test_the_commands_of_the_readme_train_on_three_hosts(users: Users) -> None:
     daemons = [users.start(SCHEDULER, typed["scheduler"])]
     key = users.home(SCHEDULER) / ".config" / "kvd" / "cluster.key"
     wait_until(key.exists, "the scheduler makes the user's key")
+    daemons.append(users.start(SERVER, typed["server"]))  # it waits for its key
+    missing = f"there is no key at {users.home(SERVER)}/.config/kvd/cluster.key"
+    assert daemons[1].stdout is not None
+    next(line for line in daemons[1].stdout if missing in line.replace("\\/", "/"))
     for host in (SERVER, WORKER):
-        said = users.run(host, typed["server"], code=2)
-        assert f"there is no key at {users.home(host)}/.config/kvd/cluster.key" in said.replace("\\/", "/")
         users.import_key(SCHEDULER, host)
-    daemons.append(users.start(SERVER, typed["server"]))
     sizes = re.search(r"--num-workers (\d+) --num-servers 1$", typed["scheduler"])
     assert sizes is not None, typed["scheduler"]
     workers = [users.start(WORKER, typed["worker"]) for _ in range(int(sizes[1]))]

@@ -17,6 +17,7 @@ from kvd.client.cluster.observer import Observer
 from kvd.config import Config
 from kvd.core.requests import Request
 from kvd.errors import ConnectError
+from kvd.node.scheduler_search import KeyWait
 from kvd.testing.cluster import LocalCluster, engine_of
 from kvd.transport.host import HostTransport
 
@@ -93,21 +94,21 @@ def test_an_error_does_not_wait_for_a_transport_that_cannot_be_closed(
 
 
 @pytest.mark.parametrize("opens", OPENERS)
-def test_looking_up_a_host_is_part_of_the_deadline(opens: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the deadlines is the test's, and the look-up takes all the time there is."""
+def test_waiting_for_a_key_is_part_of_the_deadline(opens: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the deadlines is the test's, and the key takes all the time there is."""
     now = 100.0
     given: list[float | None] = []
     submit = Engine.submit
 
-    def look_up(config: Config) -> None:
+    def run(wait: KeyWait, until: float) -> None:
         nonlocal now
-        now += config.request_timeout_s
+        now += HURRIED["request_timeout_s"]
 
     def noting(engine: Engine, request: Request, timeout: float | None = None) -> Promise:
         given.append(timeout)
         return submit(engine, request, timeout)
 
-    monkeypatch.setattr("kvd.client.cluster.engine.check_host", look_up)
+    monkeypatch.setattr(KeyWait, "run", run)
     monkeypatch.setattr("kvd.client.calls.deadline.time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(Engine, "submit", noting)
     with pytest.raises(ConnectError):

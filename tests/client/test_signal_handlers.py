@@ -263,7 +263,6 @@ def test_an_exception_before_any_line_of_a_call_of_a_local_store(name: str) -> N
 def test_an_exception_before_any_line_of_create_and_close() -> None:
     """Whatever was interrupted has left the cluster: the next one takes its place."""
     with LocalCluster(1, 1) as cluster:
-
         settings = {**cluster.settings, "scheduler": cluster.address}
 
         def call() -> None:

@@ -148,7 +148,7 @@ PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
     "socket": (_socket, r"cannot be read \(No such device or address\)"),
     "device": (lambda path: path.symlink_to("/dev/null"), "is not a file"),
     "read by all": (_with_mode(0o644), r"can be read by other users \(mode 644\), so it may not be secret any more"),
-    "read by the group": (_with_mode(0o640), "can be read by other users"),
+    "written by the group": (_with_mode(0o620), "can be read by other users"),
     "written by all": (_with_mode(0o602), "can be read by other users"),
 }
 
@@ -218,9 +218,9 @@ def test_root_uses_the_key_of_a_user_as_in_a_container(tmp_path: Path) -> None:
 @needs_root
 def test_a_user_cannot_use_the_key_of_another(open_folder: Path) -> None:
     write_key(open_folder / "x.key", CLUSTER)
-    assert "cannot be read (Permission denied): make this process's user its owner" in _read_as(
-        1000, open_folder / "x.key"
-    )
+    os.chown(open_folder / "x.key", 2000, 2000)
+    said = _read_as(1000, open_folder / "x.key")
+    assert "cannot be read (Permission denied): make this process's user its owner" in said
     os.chown(open_folder / "x.key", 1000, 1000)
     assert _read_as(1000, open_folder / "x.key") == CLUSTER.keypair.public
 
@@ -230,10 +230,75 @@ def test_a_file_of_another_user_is_refused_even_if_it_can_be_read(
 ) -> None:
     """As with an access control list, or on a file system without modes."""
     write_key(tmp_path / "x.key", CLUSTER)
-    owner = os.geteuid()
+    owner = os.geteuid() or 1000
+    os.chown(tmp_path / "x.key", owner, -1)
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(ConfigError, match=f"belongs to user {owner}, and this process runs as user {owner + 1}"):
         read_key(tmp_path / "x.key")
+
+
+# --- files of root for a group, as in volumes of Kubernetes -----------------------------------------------------------
+
+REFUSED = "can be read by other users"
+VOLUMES = [
+    (0o440, 0, 1000, ""),
+    (0o640, 0, 1000, ""),
+    (0o600, 1000, 1000, ""),
+    (0o400, 0, 1000, "cannot be read (Permission denied): let a group of this process read it (as root: chgrp 1000 "),
+    (0o440, 0, 2000, "cannot be read (Permission denied): let a group of this process read it"),
+    (
+        0o644,
+        0,
+        1000,
+        "as root, with a group of this process (1000); for a volume of a Kubernetes Secret set defaultMode",
+    ),
+    (0o460, 0, 1000, REFUSED),
+    (0o440, 1000, 1000, REFUSED),
+    (0o440, 2000, 1000, REFUSED),
+    (0o604, 2000, 2000, REFUSED),
+]
+
+
+def _volume(folder: Path) -> Path:
+    """A key in a volume with links, as the kubelet lays it for the group 1000."""
+    volume = folder / "etc-kvd"
+    (volume / "..2026").mkdir(parents=True)
+    write_key(volume / "..2026" / "cluster.key", CLUSTER)
+    (volume / "..data").symlink_to("..2026")
+    (volume / "cluster.key").symlink_to("..data/cluster.key")
+    os.chown(volume, 0, 1000)
+    volume.chmod(0o3777)
+    return volume / "cluster.key"
+
+
+@needs_root
+@pytest.mark.parametrize(("mode", "owner", "group", "says"), VOLUMES)
+def test_a_file_of_root_may_be_read_by_a_group_of_the_process(
+    mode: int, owner: int, group: int, says: str, open_folder: Path
+) -> None:
+    path = _volume(open_folder)
+    os.chown(path, owner, group)
+    path.chmod(mode)
+    said = _read_as(1000, path)
+    assert says in said if says else said == CLUSTER.keypair.public
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "link"])
+def test_a_file_of_root_that_others_can_replace_is_refused(what: str, open_folder: Path) -> None:
+    path = _volume(open_folder)
+    os.chown(path, 0, 1000)
+    path.chmod(0o440)
+    if what == "folder":
+        path.parent.chmod(0o777)
+    else:
+        os.lchown(path, 1000, 1000)  # one that the process made itself is as good
+        assert _read_as(1000, path) == CLUSTER.keypair.public
+        os.lchown(path, 2000, 2000)
+    assert f"since all may change the folder {path.parent}: chmod o-w" in _read_as(1000, path)
+    write_key(path.parent / "own.key", CLUSTER)
+    os.chown(path.parent / "own.key", 1000, 1000)
+    assert _read_as(1000, path.parent / "own.key") == CLUSTER.keypair.public  # nobody else can make such a file
 
 
 def test_the_kinds() -> None:

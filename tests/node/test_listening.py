@@ -13,6 +13,7 @@ import pytest
 from kvd.config import Address, Config, parse_address
 from kvd.errors import ConfigError
 from kvd.node.listening import address_towards, listen_address
+from kvd.transport.reaching import UnknownNameError
 from tests.environments import without_settings
 
 DEADLINE_S = 60.0
@@ -74,6 +75,15 @@ def test_a_server_without_a_way_to_the_scheduler_needs_bind() -> None:
     with pytest.raises(ConfigError, match=r"tcp://10\.0\.0\.1:9191 \(Network is unreachable\).*give --bind") as caught:
         listen_address(Config(scheduler="tcp://10.0.0.1:9191"), "server", towards)
     assert caught.value.setting == "bind"
+
+
+@pytest.mark.parametrize("error", [UnknownNameError(-2, "?"), ConnectionRefusedError(), TimeoutError()])
+def test_a_scheduler_that_is_not_there_yet_may_be_waited_for(error: OSError) -> None:
+    def towards(other: Address) -> str:
+        raise error
+
+    with pytest.raises(type(error)):
+        listen_address(Config(scheduler="tcp://trainer:9191"), "server", towards)
 
 
 def test_the_way_to_this_host() -> None:

@@ -122,7 +122,8 @@ def test_a_key_that_was_refused_comes_in_once_it_is_allowed() -> None:
             where = server.transport.listen("tcp://127.0.0.1:0")
             client.transport.connect(SCHEDULER, where)
             keys = curve(one, listener.public)
-            assert await asyncio.to_thread(try_handshake, where, keys, "", 10.0) is Outcome.NOT_ADMITTED
+            found = await asyncio.to_thread(try_handshake, where, keys, "", 10.0)
+            assert found.outcome is Outcome.NOT_ADMITTED
             await asyncio.sleep(0.5)  # so that its own handshake has been refused, too
             allowed[one.public] = Principal("one", frozenset({KeyRole.WORKER}))
 
@@ -161,10 +162,12 @@ def test_what_a_handshake_tells() -> None:
                 (closed, None, Outcome.WITH_KEYS),
                 (opened, curve(stranger, stranger.public), Outcome.WITHOUT_KEYS),
                 (opened, None, Outcome.SUCCEEDED),
-                (nobody, None, Outcome.NO_ANSWER),
-                (nobody, curve(stranger, stranger.public), Outcome.NO_ANSWER),
+                (nobody, None, Outcome.REFUSED),
+                (nobody, curve(stranger, stranger.public), Outcome.REFUSED),
+                ("ipc:///nowhere/x.sock", None, Outcome.REFUSED),
             ]:
-                assert await asyncio.to_thread(try_handshake, address, keys, "", 10.0) is outcome, (address, outcome)
+                found = await asyncio.to_thread(try_handshake, address, keys, "", 10.0)
+                assert found.outcome is outcome, (address, outcome, found)
             assert secured.received == open_to_all.received == []
 
     asyncio.run(main())
@@ -184,7 +187,8 @@ def test_something_else_than_zeromq_is_recognised(own: Keypair | None) -> None:
             server = await asyncio.start_server(answer, sock=web)
             async with server:
                 address = f"tcp://127.0.0.1:{web.getsockname()[1]}"
-                assert await asyncio.to_thread(try_handshake, address, keys, "", 10.0) is Outcome.NOT_ZMQ
+                found = await asyncio.to_thread(try_handshake, address, keys, "", 10.0)
+                assert found == (Outcome.NOT_ZMQ, "a web server (HTTP)")
 
         asyncio.run(main())
 

@@ -60,8 +60,9 @@ def open_cluster(kind: StoreType, loaded: Loaded, arrival: Arrival) -> Backend:
     Raises:
         ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Joining.wait`.
     """
-    deadline = Deadline(loaded.config.join_timeout_s)  # looking up the host's name counts
-    engine = Engine(loaded.config, "worker", cluster_settings(loaded, kind), operator=arrival.operator)
+    deadline = Deadline(loaded.config.join_timeout_s)  # waiting for a key counts
+    wanted = cluster_settings(loaded, kind)
+    engine = arrival.start(loaded.config, "worker", wanted, deadline, operator=arrival.operator)
     try:
         rank = Joining(engine, arrival).wait(deadline)
     except BaseException:

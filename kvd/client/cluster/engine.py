@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -36,20 +36,18 @@ from kvd.core.session import Identity, RunKey, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError, StoreClosed
 from kvd.node.driver import Driver
-from kvd.node.handshakes import watch_handshake
-from kvd.node.host_names import check_host
 from kvd.node.identity import host_id, host_name, new_incarnation, token_of
 from kvd.node.keyring import Keyring
 from kvd.node.memory import keep_freed_memory
+from kvd.node.scheduler_search import HandshakeWatch
 from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
-from kvd.transport.curve import Curve
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 from kvd.transport.link_listener import TcpLinks
 
 STOP_TIMEOUT_S = 5.0
-UNHEARD_STOP_S = 1.0  # libzmq may be looking up the scheduler's host, and ends no sooner than the name server lets it
+UNHEARD_STOP_S = 1.0  # nobody waits for an engine that has nothing to say
 LINGER_S = 0.5  # for messages that are queued; those of an observer that never heard anything interest nobody
 WITHDRAW_S = 0.5  # to tell the scheduler: the caller has waited long enough
 
@@ -62,13 +60,15 @@ class Engine:
     Args:
         operator: a worker for one command, see `Join.operator`.
 
+    Attributes:
+        handshakes: why the scheduler does not answer, until it does.
+        on_finding: called on the loop when they have found something.
+
     Raises:
         ConfigError: there is no key, or none that can be used.
-        ConnectError: the scheduler's host is not known.
     """
 
     def __init__(self, config: Config, role: str, settings: Settings, *, operator: bool = False) -> None:
-        check_host(config)
         curve = Keyring(config, role).curve
         self.config = config
         self._pid = os.getpid()
@@ -109,8 +109,16 @@ class Engine:
             on_halt=self._halted,
         )
         self._waiter = LinkWaiter(self.transport)
+        self.on_finding: Callable[[], None] = lambda: None
+        self.handshakes = HandshakeWatch(
+            config.scheduler,
+            curve,
+            lambda: self.session.heard,
+            lambda error: self._driver.feed(HandshakeFailed(SCHEDULER, error)),
+            lambda: self.on_finding(),
+        )
         started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started, curve), name="kvd-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(started,), name="kvd-engine", daemon=True)
         self._thread.start()
         started.wait()
 
@@ -290,11 +298,11 @@ class Engine:
         not let this node in, since it may do so at any time."""
         self.stop(WITHDRAW_S, Departure.WITHDRAWN)
 
-    def _run(self, started: threading.Event, curve: Curve | None) -> None:
+    def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
         self._users.exempt_this_thread()
         self._loop.call_soon(self._driver.start)
-        watching = self._loop.create_task(self._watch_handshake(curve))
+        watching = self._loop.create_task(self.handshakes.run())
         self._loop.call_soon(started.set)
         try:
             self._loop.run_forever()
@@ -307,15 +315,6 @@ class Engine:
             self._loop.run_until_complete(asyncio.sleep(0))  # coroutines given to `run` start
             self._loop.run_until_complete(self._coroutines.end())  # and end with the error of their next call
             self._loop.close()
-
-    async def _watch_handshake(self, curve: Curve | None) -> None:
-        """Finds out why the scheduler does not answer, if it does not."""
-        await watch_handshake(
-            self.config.scheduler,
-            curve,
-            lambda: self.session.heard,
-            lambda error: self._driver.feed(HandshakeFailed(SCHEDULER, error)),
-        )
 
     def _halted(self, error: KvdError) -> None:
         """This node cannot go on: its open calls fail, and so does each later one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +11,20 @@ from queue import SimpleQueue
 
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.held_signals import signals
+from kvd.client.calls.promise import Promise
 from kvd.client.cluster.engine import Engine
-from kvd.config import parse_address, rank_contradictions
+from kvd.config import Config, parse_address, program_command, rank_contradictions
 from kvd.core.membership import ViewState, in_words, name_of
 from kvd.core.requests import JoinCluster
 from kvd.errors import ConfigError, ConnectError, RequestTimeout
-from kvd.protocol.messages import Member
-
-FIRST_NOTICE_S = 3.0
-"""When a line says what is missing. The next ones come after 9, 21, 45 … s."""
+from kvd.node.scheduler_search import FIRST_NOTICE_S, KeyWait, Notices, no_answer, remedy
+from kvd.protocol.messages import Member, Settings
+from kvd.transport.probe import Finding, Outcome
 
 SILENCE_S = 3.0
 """A scheduler that has been silent for so long may be what everyone waits for."""
+
+POLL_S = 0.1
 
 MAX_NAMED = 8
 """Nodes that a text names."""
@@ -31,32 +34,120 @@ logger = logging.getLogger("kvd")
 
 @dataclass
 class Arrival:
-    """How a worker comes to its cluster.
+    """How a node comes to its cluster.
 
     Attributes:
-        wait_for_workers: whether it waits for all workers, or for the servers alone.
+        wait_for_workers: whether a worker waits for all workers, or for the servers alone.
         operator: it comes for one command, see `Join.operator`.
         tell: takes a line for the person who waits.
+        scheduler_given: whether the settings name a scheduler, and not the default.
+        patience_s: seconds that a person at a prompt waits for an address that nobody knows, or where nothing listens;
+            None: until the deadline.
     """
 
     wait_for_workers: bool = True
     operator: bool = False
     tell: Callable[[str], None] = logger.warning
+    scheduler_given: bool = True
+    patience_s: float | None = None
     given_up: bool = False
     _woken: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    _key_wait: KeyWait | None = None
 
     def give_up(self) -> None:
-        """Ends the waiting, from any thread."""
+        """End the waiting, from any thread."""
         self.given_up = True
+        if self._key_wait is not None:
+            self._key_wait.stop()
         self.wake()
 
     def wake(self) -> None:
-        """Something has happened that the one who waits should look at."""
+        """Let the one who waits check again."""
         self._woken.put(None)
 
     def sleep(self, seconds: float) -> None:
-        """Waits until `wake`, for `seconds` at most. May return early."""
+        """Wait until `wake` or a signal, for `seconds` at most. May return early."""
         signals.pause(self._woken, seconds)
+
+    def start(
+        self, config: Config, role: str, settings: Settings, deadline: Deadline, *, operator: bool = False
+    ) -> Engine:
+        """Start a node of the cluster, once its key has been made.
+
+        Raises:
+            ConfigError: there is no key, or none that can be used.
+            ConnectError: the scheduler shows that no key will help, or nothing listens at the default address.
+            RequestTimeout: the arrival was given up.
+        """
+        limit_s = deadline.left_s()
+        tell = lambda: self.tell(f"{text()}; this gives up after {limit_s:g} s")  # noqa: E731
+        wait = self._key_wait = KeyWait(config, role, tell, self.sleep)
+
+        def text() -> str:
+            return self.no_cluster(config, role, wait.finding) or wait.describe()
+
+        try:
+            wait.run(time.monotonic() + (limit_s if self.patience_s is None else 0.0))
+        except ConfigError:
+            missing = self.no_cluster(config, role, wait.finding)
+            if missing:
+                raise ConnectError(missing, address=config.scheduler) from None
+            raise
+        if self.given_up:
+            raise given_up_error()
+        return Engine(config, role, settings, operator=operator)
+
+    def no_cluster(self, config: Config, role: str, finding: Finding | None) -> str:
+        """That this host runs no cluster, and how to start one; "" if a scheduler is named, or something listens."""
+        if self.scheduler_given or finding is None or finding.outcome is not Outcome.REFUSED:
+            return ""
+        program = program_command() if role == "worker" and not self.operator else ""
+        return (
+            f"no cluster is running here: kvd launch -n 2 -s 1 -- {program or 'python train.py'}\n"
+            f"(no setting names a scheduler, and {no_answer(finding, config.scheduler)}; set KVD_SCHEDULER to join one "
+            'elsewhere, or call kvd.create("local") to train in this process alone)'
+        )
+
+    def unanswered(self, engine: Engine, size: str = "") -> str:
+        """That no scheduler answers, why, and what to do.
+
+        Args:
+            engine: of this node.
+            size: flags of `kvd scheduler` with the size of the cluster.
+        """
+        config, finding = engine.config, engine.handshakes.finding
+        missing = self.no_cluster(config, engine.session.identity.role, finding)
+        return missing or f"{no_answer(finding, config.scheduler)}: {remedy(finding, config.scheduler, size)}"
+
+    def wait(self, promise: Promise, engine: Engine, problem: Callable[[], str], limit: str) -> None:
+        """Return when a call has ended, or the arrival was given up.
+
+        Args:
+            promise: of the call.
+            engine: of this node.
+            problem: says why the call takes long.
+            limit: when waiting ends, for the person who waits.
+
+        Raises:
+            ConnectError: nobody knows the scheduler's host, or nothing listens there, for longer than `patience_s`.
+        """
+        begun = time.monotonic()
+        notices = Notices(min(FIRST_NOTICE_S, engine.config.notice_s))
+        promise.on_end(lambda _: self.wake())
+        engine.on_finding = self.wake
+        while not promise.done() and not self.given_up:
+            finding = None if engine.session.heard else engine.handshakes.finding
+            left_s = math.inf if self.patience_s is None else begun + self.patience_s - time.monotonic()
+            if left_s <= 0 and finding is not None and finding.outcome in (Outcome.REFUSED, Outcome.UNKNOWN_NAME):
+                raise ConnectError(self.unanswered(engine), address=engine.config.scheduler)
+            if notices.is_due(finding if self.patience_s is None else None):
+                self.tell(f"{problem()}; {limit}")
+            self.sleep(min(notices.left_s(), max(left_s, POLL_S)))
+
+
+def given_up_error() -> RequestTimeout:
+    """Nobody waits any more for the node that arrives."""
+    return RequestTimeout("the creation of this store was given up", outcome="not_sent")
 
 
 class Joining:
@@ -78,16 +169,10 @@ class Joining:
         """
         arrival = self._arrival
         promise = self._engine.submit(JoinCluster(arrival.wait_for_workers), deadline.left_s())
-        promise.on_end(lambda _: arrival.wake())
-        begun = time.monotonic()
-        notice_s = FIRST_NOTICE_S
-        while not promise.done() and not arrival.given_up:
-            arrival.sleep(max(0.0, begun + notice_s - time.monotonic()))
-            if not promise.done() and not arrival.given_up and time.monotonic() >= begun + notice_s:
-                arrival.tell(f"{self._problem().text}; this gives up after {self._timeout_s:g} s (join_timeout_s)")
-                notice_s = 2 * notice_s + FIRST_NOTICE_S
+        limit = f"this gives up after {self._timeout_s:g} s (join_timeout_s)"
+        arrival.wait(promise, self._engine, lambda: self._problem().text, limit)
         if not promise.done():
-            raise RequestTimeout("the creation of this store was given up", outcome="not_sent")
+            raise given_up_error()
         try:
             rank: int = promise.result()
         except RequestTimeout:
@@ -96,21 +181,18 @@ class Joining:
 
     def _error(self) -> ConnectError | RequestTimeout:
         problem = self._problem()
-        text = f"the cluster was not complete after {self._timeout_s:g} s (join_timeout_s): {problem.text}"
         if not self._engine.session.heard:
+            text = f"{problem.text}; tried for {self._timeout_s:g} s (join_timeout_s)"
             return ConnectError(text, address=self._where)
+        text = f"the cluster was not complete after {self._timeout_s:g} s (join_timeout_s): {problem.text}"
         return RequestTimeout(text, outcome="not_sent", waiting_for=problem.nodes)
 
     def _problem(self) -> Problem:
         """Why the cluster is not complete, as far as this worker knows."""
         session, config = self._engine.session, self._engine.config
         if not session.heard:
-            workers, servers = config.num_workers or "N", config.num_servers or "N"
-            return Problem(
-                ("scheduler",),
-                f"no scheduler answers at {self._where}: start one there (kvd scheduler --scheduler {self._where} "
-                f"--num-workers {workers} --num-servers {servers}), or set KVD_SCHEDULER to where it is",
-            )
+            size = f" --num-workers {config.num_workers or 'N'} --num-servers {config.num_servers or 'N'}"
+            return Problem(("scheduler",), self._arrival.unanswered(self._engine, size))
         silence_s = self._engine.scheduler_silence_s()
         if silence_s > max(SILENCE_S, 3 * session.heartbeat_interval_s):
             return Problem(

@@ -19,7 +19,7 @@ from kvd.client.calls.tables import no_table_error, table_error
 from kvd.client.calls.values import fresh_target, paired, targets_by_name
 from kvd.client.cluster.answers import answer_bytes, list_keys
 from kvd.client.cluster.cuts import Cuts
-from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.row_reads import RowReads
 from kvd.client.cluster.saving import Saved, SnapshotSaver
 from kvd.config import Config
@@ -56,31 +56,41 @@ class Reading(NamedTuple):
 class Observer:
     """Looks into a cluster without a rank; no worker waits for it. `kvd.Observer` is its public form.
 
+    Args:
+        config: the settings.
+        arrival: how it comes.
+
     Raises:
-        ConnectError: no scheduler answers within `request_timeout_s`, or its host is not known.
+        ConfigError: there is no key within `request_timeout_s`, or none that can be used.
+        ConnectError: no scheduler answers within `request_timeout_s`.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, arrival: Arrival | None = None) -> None:
         self._config = config
-        deadline = Deadline(config.request_timeout_s)  # looking up the host's name counts
-        self._engine = Engine(config, "observer", EMPTY_SETTINGS)
+        arrival = arrival or Arrival()
+        deadline = Deadline(config.request_timeout_s)  # waiting for a key counts
+        self._engine = engine = arrival.start(config, "observer", EMPTY_SETTINGS, deadline)
+        seconds = config.request_timeout_s
         try:
-            self._scheduler_status(deadline)  # any scheduler answers that, even while servers are missing
-            self._engine.submit(requests.JoinCluster(), deadline.left_s()).result()  # it has a view then
+            asked = engine.submit(requests.SchedulerStatus(), deadline.left_s())
+            arrival.wait(
+                asked,
+                engine,
+                lambda: arrival.unanswered(engine),
+                f"this gives up after {seconds:g} s (request_timeout_s)",
+            )
+            asked.result()  # any scheduler answers that, even while servers are missing
+            engine.submit(requests.JoinCluster(), deadline.left_s()).result()  # it has a view then
         except RequestTimeout:
-            heard = self._engine.session.heard
-            self._engine.stop()
-            where, seconds = config.scheduler, config.request_timeout_s
-            if heard:
+            engine.stop()
+            if engine.session.heard:
+                where = config.scheduler
                 text = f"the scheduler at {where} answered, but has not described its cluster within {seconds:g} s"
                 raise RequestTimeout(f"{text}: look at its log", waiting_for=("scheduler",)) from None
-            raise ConnectError(
-                f"no scheduler answers at {where} after {seconds:g} s: start one there "
-                f"(kvd scheduler --scheduler {where}), or name its address with --scheduler or KVD_SCHEDULER",
-                address=where,
-            ) from None
+            text = f"{arrival.unanswered(engine)}; tried for {seconds:g} s (request_timeout_s)"
+            raise ConnectError(text, address=config.scheduler) from None
         except BaseException:
-            self._engine.stop()
+            engine.stop()
             raise
         self._cuts = Cuts(self._engine)
         self._rows = RowReads(self._engine)

@@ -8,7 +8,6 @@ the note is not prepared: if the operator dies before that, nobody gets what it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -60,11 +59,11 @@ class Preparation:
         own = self._snapshot.manifest.origin.type
         return own if own.startswith("dist") else "dist_sync"
 
-    def make(self, loaded: Loaded, type_name: str, tell: Callable[[str], None]) -> Prepared:
+    def make(self, loaded: Loaded, type_name: str, arrival: Arrival) -> Prepared:
         """Begins the run, and gives it the keys.
 
         Args:
-            tell: takes a line for the person who waits.
+            arrival: how the operator comes.
 
         Raises:
             JobBusy: the job is running.
@@ -72,10 +71,10 @@ class Preparation:
             ConnectError, RequestTimeout, ConfigError: see `Joining.wait`.
         """
         config = replace(loaded.config, run="", preferred_rank=0)  # no program's token: a run that fails is nobody's
-        engine = Engine(config, "worker", cluster_settings(loaded, store_type(type_name)))
+        deadline = Deadline(config.join_timeout_s)
+        engine = arrival.start(config, "worker", cluster_settings(loaded, store_type(type_name)), deadline)
         try:
-            arrival = Arrival(wait_for_workers=False, tell=tell)
-            rank = Joining(engine, arrival).wait(Deadline(config.join_timeout_s))
+            rank = Joining(engine, arrival).wait(deadline)
             if rank != 0:
                 text = f"worker 0 of job {loaded.config.job!r} is there already, as this is {name_of('worker', rank)}"
                 raise NotAllowed(f"{text}: restore before its program starts, or call kv.restore in it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -601,7 +601,7 @@ def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name
 
     Raises:
         ConfigError: a setting is wrong, or differs from the cluster's; or nothing has this name.
-        ConnectError: no scheduler answers, or its host is not known.
+        ConnectError: no scheduler answers, or something else does at its address.
         RequestTimeout: servers or workers are missing; `waiting_for` names them.
         NotAllowed: the cluster is full.
         SnapshotError: the setting `restore` wants a snapshot that cannot be restored, or the folder `snapshot_dir`
@@ -615,15 +615,9 @@ def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name
     return _opened(type, settings)
 
 
-def visit(type: str, tell: Callable[[str], None], **settings: Any) -> KVStore:  # noqa: A002  as in `create`
-    """As `create`, for one that comes for a single request.
-
-    It does not wait for the workers of the job, and acts in the newest run of it, even if that has ended.
-
-    Args:
-        tell: takes a line for the person who waits, in place of the log.
-    """
-    return _opened(type, settings, Arrival(wait_for_workers=False, operator=True, tell=tell))
+def visit(type: str, arrival: Arrival, **settings: Any) -> KVStore:  # noqa: A002  as in `create`
+    """As `create`, for one that comes for a single request: see `Arrival`."""
+    return _opened(type, settings, arrival)
 
 
 def _opened(type_name: str, settings: dict[str, Any], arrival: Arrival | None = None) -> KVStore:

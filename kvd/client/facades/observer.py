@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
+from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.observer import Observer as ClusterObserver
 from kvd.client.cluster.observer import Reading
 from kvd.config import load
@@ -32,14 +33,15 @@ class Observer:
 
     Raises:
         ConfigError: a setting is wrong.
-        ConnectError: no scheduler answers within `request_timeout_s`, or its host is not known.
+        ConnectError: no scheduler answers within `request_timeout_s`, or something else does at its address.
         NotAllowed: an event loop is running on this thread, which the call would stop.
     """
 
     @uninterrupted
     def __init__(self, **settings: Any) -> None:
         _check_may_block()
-        self._cluster = ClusterObserver(load(settings, overrides_from="keyword").config)
+        loaded = load(settings, overrides_from="keyword")
+        self._cluster = ClusterObserver(loaded.config, Arrival(scheduler_given=loaded.is_given("scheduler")))
 
     def __enter__(self) -> Observer:
         return self

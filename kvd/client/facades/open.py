@@ -35,6 +35,7 @@ def open_backend(type_name: str, settings: dict[str, Any], arrival: Arrival | No
     kind = _store_type(type_name)
     loaded = load(settings, overrides_from="keyword")
     arrival = arrival or Arrival()
+    arrival.scheduler_given = loaded.is_given("scheduler")
     backend = open_local(kind, loaded.config) if kind.mode == "" else open_cluster(kind, loaded, arrival)
     config = loaded.config
     if (config.restore != "off" or config.snapshot_every) and arrival.wait_for_workers:

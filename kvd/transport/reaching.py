@@ -1,0 +1,108 @@
+"""TCP connections to a host by its name: all of its addresses, of any family, are tried."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import select
+import socket
+import time
+from typing import Any, Final, TypeAlias
+
+from kvd.config import Address
+
+MOST_ADDRESSES: Final = 16
+"""Addresses of one name that are tried."""
+
+SocketAddress: TypeAlias = tuple[int, Any]
+"""Family, and the address as `socket.connect` takes it."""
+
+
+class UnknownNameError(OSError):
+    """No address is known for a name."""
+
+
+def is_name(address: Address) -> bool:
+    """Whether this address has to be looked up before it can be used."""
+    if address.scheme != "tcp" or address.is_wildcard:
+        return False
+    try:
+        ipaddress.ip_address(address.host)
+    except ValueError:
+        return True
+    return False
+
+
+def look_up(host: str, port: int) -> list[SocketAddress]:
+    """Return the addresses of a host. Blocks until the name server has answered.
+
+    Raises:
+        UnknownNameError: it has none.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise UnknownNameError(0, "it is not a host name") from None
+    except socket.gaierror as error:
+        raise UnknownNameError(error.errno, error.strerror) from None
+    return list(dict.fromkeys((int(family), where) for family, _, _, _, where in found))[:MOST_ADDRESSES]
+
+
+def connect_to_any(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect to the first address of a host that accepts. All are tried at once.
+
+    Raises:
+        UnknownNameError: the host has no address.
+        OSError: no address accepts. Of several errors, a refusal is raised: it comes from the host itself.
+    """
+    errors: list[OSError] = []
+    trying: dict[int, socket.socket] = {}
+    poll = select.poll()
+    try:
+        for family, where in look_up(host, port):
+            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            number = _begin(connection, where)
+            if number in (0, errno.EINPROGRESS):
+                trying[connection.fileno()] = connection
+                poll.register(connection, select.POLLOUT)
+            else:
+                connection.close()
+                errors.append(OSError(number, os.strerror(number)))
+        until = time.monotonic() + timeout_s
+        while trying and (left_s := until - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(left_s * 1000):
+                number = trying[descriptor].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                connection = trying.pop(descriptor)
+                poll.unregister(descriptor)
+                if not number:
+                    return connection
+                connection.close()
+                errors.append(OSError(number, os.strerror(number)))
+    finally:
+        for connection in trying.values():
+            connection.close()
+    refusals = [error for error in errors if isinstance(error, ConnectionRefusedError)]
+    if trying and not refusals:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    raise [*refusals, *errors][0]
+
+
+def number_that_accepts(host: str, port: int, timeout_s: float) -> str:
+    """Return the number of the address of a host that accepts connections; of a host with one address, that one.
+
+    Raises:
+        OSError: as `connect_to_any`.
+    """
+    found = look_up(host, port)
+    if len(found) == 1:
+        return str(found[0][1][0])
+    with connect_to_any(host, port, timeout_s) as connection:
+        return str(connection.getpeername()[0])
+
+
+def _begin(connection: socket.socket, where: Any) -> int:
+    try:
+        return connection.connect_ex(where)
+    except OSError as error:  # as for an address of a family that this host does not have
+        return error.errno or errno.EADDRNOTAVAIL
