@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd.client.calls.keys import KeyList
 from kvd.compute.arrays import sum_devices, summed_on_gpu
-from kvd.compute.overlap import device_memory, first_overlap, overlaps_itself
+from kvd.compute.overlap import are_apart, device_memory, first_overlap, overlaps_itself
 from kvd.compute.tensors import (
     as_array,
     contiguous_bytes,
@@ -217,6 +217,12 @@ def first_unlike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Tar
         if source.spec.shape != target.spec.shape or source.spec.dtype != target.spec.dtype:
             return Unlike(name, source.spec, target.spec)
     return None
+
+
+def are_sources_kept(sources: Sequence[Source], targets: Sequence[Target]) -> bool:
+    """Whether values that arrive in the targets, which fit the sources, change no source but that of the same key."""
+    sizes = np.array([source.data.nbytes for source in sources], np.intp)
+    return are_apart([target.data for target in targets], sizes, [source.data for source in sources])
 
 
 def on_devices(entries: Sequence[Any]) -> list[Any]:
