@@ -192,6 +192,24 @@ def test_tied_weights_are_one_key(kv: kvd.KVStore) -> None:
     kv.delete(names)
 
 
+def test_tied_weights_are_found_key_by_key_while_the_program_has_the_tensor(kv: kvd.KVStore) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    names = {"one name": weight, "another": weight.detach()}
+    kv.init("one name", names["one name"])
+    with pytest.raises(NotAllowed, match=r"'one name' and 'another' .*leave 'another' out"):
+        kv.init("another", names["another"])
+    with pytest.raises(NotAllowed, match="'one name' and 'another'"):
+        kv.init("another", weight)
+    kv.init("another", weight.detach().clone())
+    kv.delete(["one name", "another"])
+    kv.init("another", names["another"])
+    with pytest.raises(NotAllowed, match="'another' and 'one name'"):
+        kv.init("one name", weight)
+    del names
+    kv.init("one name", weight)  # nothing else has that memory now
+    kv.delete(["one name", "another"])
+
+
 def test_many_keys_may_begin_with_one_array(kv: kvd.KVStore) -> None:
     for number, zeros in enumerate((np.zeros(3, FLOAT), torch.zeros(3))):
         keys = [f"zeros {number} {place}" for place in range(3)]
