@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.compute.tensors import is_torch
+from kvd.compute.tensors import has_address, is_torch
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
@@ -24,8 +24,11 @@ _WORD = np.dtype(np.intp).itemsize
 
 
 def device_memory(target: Any) -> Array:
-    """Return the memory of a torch or CuPy array, on whatever device. Do not read or write its elements."""
+    """Return the memory of a torch or CuPy array. Do not read or write its elements. Empty for a device without plain
+    addresses."""
     if is_torch(target):
+        if not has_address(target):
+            return np.empty(0)
         address, itemsize = target.data_ptr(), target.element_size()
         strides = tuple([step * itemsize for step in target.stride()])
     else:

@@ -71,7 +71,8 @@ class ClusterValues:
         self._unobserved = unobserved
         self._watched = unobserved.watch
         self._steps = steps
-        self._untake = steps.untake_pushes
+        # With `check_bound`, a push that was sent may fail here, too.
+        self._untake = None if check_bound else steps.untake_pushes
         self._restored = restored
         self._rank = rank
         self._compression = compression
