@@ -36,9 +36,9 @@ def views(generator: np.random.Generator, buffer: Array, count: int) -> list[Arr
         step = int(generator.choice([1, 1, 1, 2, 3, -1, -2]))
         view = buffer[begin:end][::step]
         if view.size >= 6 and generator.random() < 0.3:
-            rows = generator.integers(1, 4)
+            rows = int(generator.integers(1, 4))
             view = np.lib.stride_tricks.as_strided(
-                view, (rows, 3), (view.strides[0] * generator.integers(1, 3), view.strides[0])
+                view, (rows, 3), (view.strides[0] * int(generator.integers(1, 3)), view.strides[0])
             )
             view = view if (generator.random() < 0.5) else view.T
         made.append(view)
