@@ -145,7 +145,7 @@ def test_gradients_must_be_flat(trainer: DataParallelTrainer) -> None:
 
 @BOTH
 def test_masked_gradients_are_refused(trainer: DataParallelTrainer) -> None:
-    masked = np.ma.array([1.0, 2.0], mask=[0, 1])
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
     with pytest.raises(NotAllowed, match="would lose its mask"):
         trainer.merge_worker_updates([WorkerUpdate(2, masked, 0.0, 1)])
 
