@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvd.compute.tensors import is_torch
+from kvd.compute.tensors import has_address, is_torch
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
@@ -24,8 +24,11 @@ _WORD = np.dtype(np.intp).itemsize
 
 
 def device_memory(target: Any) -> Array:
-    """Return the memory of a torch or CuPy array, on whatever device. Do not read or write its elements."""
+    """Return the memory of a torch or CuPy array. Do not read or write its elements. Empty for a device without plain
+    addresses."""
     if is_torch(target):
+        if not has_address(target):
+            return np.empty(0)
         address, itemsize = target.data_ptr(), target.element_size()
         strides = tuple([step * itemsize for step in target.stride()])
     else:
@@ -48,13 +51,27 @@ def overlaps_itself(memory: Array) -> bool:
     return axes[0][0] == 0 or _some_coincide(axes, memory.itemsize)
 
 
-def are_apart(arrays: Sequence[Array], sizes: Integers) -> bool:
-    """Whether no two of these contiguous arrays, of so many bytes each, share memory. By loops in C."""
-    if _READS_OBJECTS:
-        begins = _objects[np.fromiter(map(id, arrays), np.intp, len(arrays)) // _WORD]
-    else:
-        begins = np.array([_address(array) for array in arrays], np.intp)
-    return _are_in_turn(begins, begins + sizes)
+def are_apart(targets: Sequence[Array], sizes: Integers, sources: Sequence[Array] | None = None) -> bool:
+    """Whether writing to one of the targets changes no other target, and no source but its own. By loops in C.
+
+    Args:
+        targets: contiguous arrays.
+        sizes: their sizes in bytes.
+        sources: contiguous arrays of the same sizes. That at the place of a target may be the same memory, but not a
+            part of it.
+    """
+    count = len(targets)
+    addresses = _addresses(targets if sources is None else [*targets, *sources])
+    own = addresses[:count]
+    order = own.argsort()
+    begins, ends = own[order], (own + sizes)[order]
+    if True in (ends[:-1] > begins[1:]):
+        return False
+    if sources is None:
+        return True
+    read = addresses[count:]
+    changed = begins.searchsorted(read + sizes, "left") - ends.searchsorted(read, "right")
+    return True not in (changed > (read == own))
 
 
 def first_overlap(memories: Sequence[Array]) -> tuple[int, int] | None:
@@ -72,12 +89,6 @@ def first_overlap(memories: Sequence[Array]) -> tuple[int, int] | None:
         if end > begin:
             earlier.append(place)
     return None
-
-
-def _are_in_turn(begins: Integers, ends: Integers) -> bool:
-    """Whether each of these stretches of memory ends before the next one begins."""
-    order = begins.argsort()
-    return True not in (ends[order[:-1]] > begins[order[1:]])
 
 
 class _Address:
@@ -106,6 +117,13 @@ def _span(memory: Array) -> tuple[int, int]:
     return address + sum(s for s in steps if s < 0), address + sum(s for s in steps if s > 0) + memory.itemsize
 
 
+def _addresses(arrays: Sequence[Array]) -> Integers:
+    """Where the first elements of NumPy arrays lie."""
+    if _READS_OBJECTS:
+        return _objects[np.fromiter(map(id, arrays), np.intp, len(arrays)) // _WORD]
+    return np.array([_address(array) for array in arrays], np.intp)
+
+
 def _address(memory: Array) -> int:
     """Where its first element lies."""
     address: int = memory.__array_interface__["data"][0]
@@ -114,7 +132,7 @@ def _address(memory: Array) -> int:
 
 def _share_memory(one: Array, other: Array) -> bool:
     try:
-        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]  it is any number
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]  # any number
     except np.exceptions.TooHardError:  # as torch, which does not refuse what it cannot tell
         return False
 

@@ -155,10 +155,17 @@ def is_parameter(value: object) -> bool:
     return _belongs_to(value, "torch.nn", "Parameter")
 
 
+def has_address(tensor: Any) -> bool:
+    """Whether the memory of a torch tensor has a plain address, which that of some accelerators has not."""
+    return tensor.device.type in ("cpu", "cuda")
+
+
 def elements_at(value: Any) -> tuple[Any, ...] | None:
     """Return where the elements of a dense torch tensor lie: equal for tensors that have the same elements. None for
-    a tensor without elements, and for any other value."""
+    a tensor without elements or without a plain address, and for any other value."""
     if not _is_torch(value) or value.layout != sys.modules["torch"].strided or value.numel() == 0:
+        return None
+    if not has_address(value):
         return None
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
 

@@ -148,6 +148,31 @@ def test_a_list_call_that_was_made_many_times_looks_at_its_outs_again(kv: kvd.KV
     assert {kv.clock(key) for key in keys} == {4}
 
 
+@pytest.mark.parametrize("count", [300, 400_000])
+def test_an_out_may_be_the_value_of_another_key(count: int) -> None:
+    """Answers arrive while later messages of the same call are still to be sent."""
+
+    def program(kv: kvd.KVStore) -> None:
+        keys = ["a", "b"]
+        kv.init(keys, [np.zeros(count, FLOAT)] * 2)
+        kv.init("shifted", np.zeros(count, FLOAT))
+        for step in range(6):
+            one, other = np.full(count, step, FLOAT), torch.full((count,), step + 0.5)
+            second = other if step % 2 else other.numpy()
+            kv.pushpull(keys, [one, second], out=[second, one])
+            assert (np.asarray(second) == step * kv.num_workers).all()
+            assert (one == (step + 0.5) * kv.num_workers).all()
+            buffer = np.arange(count + 100, dtype=FLOAT) % 1000 + step
+            wanted = buffer[:count] * kv.num_workers
+            kv.pushpull("shifted", buffer[:count], out=buffer[100:])
+            np.testing.assert_array_equal(buffer[100:], wanted)
+
+    with LocalCluster(2, 2, slice_bytes="256KiB", credit_bytes="256KiB") as cluster:
+        cluster.run(program)
+    with kvd.create("local") as kv:
+        program(kv)
+
+
 def test_tied_weights_are_one_key(kv: kvd.KVStore) -> None:
     module = torch.nn.ModuleDict({"e": torch.nn.Embedding(2, 2), "head": torch.nn.Linear(2, 2, bias=False)})
     module["head"].weight = module["e"].weight
@@ -165,6 +190,24 @@ def test_tied_weights_are_one_key(kv: kvd.KVStore) -> None:
     kv.pull(names, out=parameters)
     assert torch.equal(module["head"].weight, pushed)
     kv.delete(names)
+
+
+def test_tied_weights_are_found_key_by_key_while_the_program_has_the_tensor(kv: kvd.KVStore) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    names = {"one name": weight, "another": weight.detach()}
+    kv.init("one name", names["one name"])
+    with pytest.raises(NotAllowed, match=r"'one name' and 'another' .*leave 'another' out"):
+        kv.init("another", names["another"])
+    with pytest.raises(NotAllowed, match="'one name' and 'another'"):
+        kv.init("another", weight)
+    kv.init("another", weight.detach().clone())
+    kv.delete(["one name", "another"])
+    kv.init("another", names["another"])
+    with pytest.raises(NotAllowed, match="'another' and 'one name'"):
+        kv.init("one name", weight)
+    del names
+    kv.init("one name", weight)  # nothing else has that memory now
+    kv.delete(["one name", "another"])
 
 
 def test_many_keys_may_begin_with_one_array(kv: kvd.KVStore) -> None:

@@ -80,10 +80,10 @@ NO_VALUES: dict[str, Callable[[], Any]] = {
     "jagged": lambda: nested(layout=torch.jagged),
     "sparse": lambda: torch.eye(2).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
-    "masked": lambda: np.ma.array([1.0, 2.0], FLOAT, mask=[0, 1]),
+    "masked": lambda: np.ma.array([1.0, 2.0], FLOAT, mask=[False, True]),
     "nothing masked": lambda: np.ma.array([1.0, 2.0], FLOAT),
     "masked tensor": lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])),
-    "masked in a list": lambda: [np.ma.array([1.0, 2.0], FLOAT, mask=[0, 1])],
+    "masked in a list": lambda: [np.ma.array([1.0, 2.0], FLOAT, mask=[False, True])],
     "masked numbers": lambda: [np.ma.masked, 1.0],
     "uneven lists": lambda: [[1.0], [1.0, 2.0]],
     "list of strings": lambda: ["a", "b"],
@@ -271,7 +271,7 @@ def test_a_value_that_cannot_take_the_result_of_a_call_without_out(kv: kvd.KVSto
 def test_rows_that_are_none(kv: kvd.KVStore) -> None:
     kv.init(["t", 9], [kvd.RowSparse(shape=(5, 2))] * 2)
     good, rows = kvd.RowSparseArray([0], np.ones((1, 2), FLOAT)), np.zeros((1, 2), FLOAT)
-    masked_ids, masked_rows = np.ma.array([1], mask=[1]), np.ma.array([[1, 2]], FLOAT, mask=[[0, 1]])
+    masked_ids, masked_rows = np.ma.array([1], mask=[True]), np.ma.array([[1, 2]], FLOAT, mask=[[False, True]])
     for wrong in (
         None,
         "rows",

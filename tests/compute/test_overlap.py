@@ -36,9 +36,9 @@ def views(generator: np.random.Generator, buffer: Array, count: int) -> list[Arr
         step = int(generator.choice([1, 1, 1, 2, 3, -1, -2]))
         view = buffer[begin:end][::step]
         if view.size >= 6 and generator.random() < 0.3:
-            rows = generator.integers(1, 4)
+            rows = int(generator.integers(1, 4))
             view = np.lib.stride_tricks.as_strided(
-                view, (rows, 3), (view.strides[0] * generator.integers(1, 3), view.strides[0])
+                view, (rows, 3), (view.strides[0] * int(generator.integers(1, 3)), view.strides[0])
             )
             view = view if (generator.random() < 0.5) else view.T
         made.append(view)
@@ -92,6 +92,28 @@ def test_contiguous_arrays_are_apart_unless_two_share_a_byte(dtype: Any) -> None
         sizes = np.array([array.nbytes for array in arrays], np.intp)
         assert are_apart(arrays, sizes) is wanted
         assert (first_overlap(arrays) is None) is wanted
+
+
+def test_sources_are_kept_unless_a_target_of_another_place_or_a_part_of_the_own_covers_them() -> None:
+    generator = np.random.default_rng(3)
+    found = {True: 0, False: 0}
+    buffer = np.zeros(40, np.int16)
+    for _ in range(500):
+        begins = np.sort(generator.choice(10, 3, replace=False)) * 4
+        targets = [buffer[begin : begin + 4] for begin in generator.permutation(begins)]
+        sources = [
+            target if generator.random() < 0.5 else buffer[begin : begin + 4]
+            for target, begin in zip(targets, generator.integers(0, 37, 3), strict=True)
+        ]
+        wanted = not any(
+            all_bytes(source) & all_bytes(target)
+            for one, source in enumerate(sources)
+            for other, target in enumerate(targets)
+            if one != other or all_bytes(source) != all_bytes(target)
+        )
+        assert are_apart(targets, np.full(3, 8, np.intp), sources) == wanted
+        found[wanted] += 1
+    assert min(found.values()) > 50
 
 
 def test_arrays_without_elements_overlap_nothing() -> None:

@@ -246,6 +246,15 @@ def test_get_params_misused() -> None:
         )
 
 
+def test_masked_arrays_are_refused() -> None:
+    group = group_of()
+    for batch in (DataBatch([np.ma.array(X)], [Y]), DataBatch([X], [np.ma.array(Y)])):
+        with pytest.raises(NotAllowed, match="would lose its mask"):
+            group.forward(batch)
+    with pytest.raises(NotAllowed, match="would lose its mask"):
+        group.set_params({"dense0_bias": np.ma.zeros(4)}, {}, allow_extra=True)
+
+
 def test_update_metric_misused() -> None:
     unlabelled = DataParallelExecutorGroup(MODEL, ["cpu"], DATA)
     unlabelled.forward(DataBatch([X]), is_train=False)

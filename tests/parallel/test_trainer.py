@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import ConfigError, ShapeMismatch
+from kvd.errors import ConfigError, NotAllowed, ShapeMismatch
 from kvd.parallel import DataParallelTrainer, ModelUpdate, WorkerUpdate
 
 BOTH = pytest.mark.parametrize("trainer", [DataParallelTrainer(), DataParallelTrainer(strict=False)], ids=repr)
@@ -141,6 +141,13 @@ def test_bad_number_of_samples(trainer: DataParallelTrainer, samples: Any) -> No
 def test_gradients_must_be_flat(trainer: DataParallelTrainer) -> None:
     with pytest.raises(ShapeMismatch, match=r"worker 2: gradients must be one-dimensional, not of shape \(2, 2\)"):
         trainer.merge_worker_updates([WorkerUpdate(2, np.ones((2, 2)), 0.0, 1)])
+
+
+@BOTH
+def test_masked_gradients_are_refused(trainer: DataParallelTrainer) -> None:
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
+    with pytest.raises(NotAllowed, match="would lose its mask"):
+        trainer.merge_worker_updates([WorkerUpdate(2, masked, 0.0, 1)])
 
 
 @pytest.mark.parametrize("gradients", [[1.0, 2.0], (1.0, 2.0), np.array([1.0, 2.0], np.float32)])

@@ -10,14 +10,12 @@ import numpy as np
 
 from kvd.client.calls.keys import KeyList
 from kvd.compute.arrays import sum_devices, summed_on_gpu
-from kvd.compute.overlap import device_memory, first_overlap, overlaps_itself
+from kvd.compute.overlap import are_apart, device_memory, first_overlap, overlaps_itself
 from kvd.compute.tensors import (
     as_array,
     contiguous_bytes,
     dtype_name,
-    elements_at,
     is_cupy,
-    is_parameter,
     is_torch,
     kind_of_read_only,
     named_dtype,
@@ -146,32 +144,6 @@ def check_apart(keys: KeyList, memories: Sequence[Sequence[Array]]) -> None:
     )
 
 
-def check_not_tied(keys: KeyList, values: Sequence[Any]) -> None:
-    """Raises NotAllowed if two keys are to be made of one torch tensor under two names, as `state_dict()` has tied
-    weights: a program would push the one name, and pull the other, which never changes.
-
-    One and the same tensor for several keys is allowed, if it is no parameter: that is how programs give many keys
-    their zeros.
-
-    Args:
-        values: one per name.
-    """
-    seen: dict[tuple[Any, ...], tuple[str, Any]] = {}
-    for name, value in zip(keys.names, values, strict=True):
-        elements = elements_at(value)
-        if elements is None:
-            continue
-        first, other = seen.setdefault(elements, (name, value))
-        if first != name and (other is not value or is_parameter(value)):
-            one, two = keys.key(first), keys.key(name)
-            raise NotAllowed(
-                f"keys {one!r} and {two!r} are two names of one tensor (tied weights), which would become two values "
-                f"that drift apart: leave {two!r} out, as module.named_parameters() does; two keys that begin with "
-                f"the same values need a copy, tensor.clone()",
-                key=two,
-            )
-
-
 def pulled_values(keys: KeyList, targets: Sequence[Target], out: Any) -> Any:
     """The result of a call, whose bytes have arrived in the targets: `out` as the program gave it; None: new arrays."""
     arrays = [target.finish() for target in targets]
@@ -217,6 +189,12 @@ def first_unlike(keys: KeyList, sources: Sequence[Source], targets: Sequence[Tar
         if source.spec.shape != target.spec.shape or source.spec.dtype != target.spec.dtype:
             return Unlike(name, source.spec, target.spec)
     return None
+
+
+def are_sources_kept(sources: Sequence[Source], targets: Sequence[Target]) -> bool:
+    """Whether values that arrive in the targets, which fit the sources, change no source but that of the same key."""
+    sizes = np.array([source.data.nbytes for source in sources], np.intp)
+    return are_apart([target.data for target in targets], sizes, [source.data for source in sources])
 
 
 def on_devices(entries: Sequence[Any]) -> list[Any]:
@@ -409,11 +387,11 @@ def _read_only_error(out: Any, in_place: str) -> NotAllowed:
         kind = kind_of_read_only(out)
     if in_place == "pushpull":
         return NotAllowed(
-            f"without out=, pushpull writes the result into the value, which is {kind}: pass out=, an array for the "
+            f"without out=, pushpull writes the result into the value, and this is {kind}: pass out=, an array for the "
             f"result, or copy=False for a new one"
         )
     if in_place:
-        text = f"without out=, {in_place} writes the result into the value, which is {kind}"
+        text = f"without out=, {in_place} writes the result into the value, and this is {kind}"
         return NotAllowed(f"{text}: pass out=, an array for the result")
     return NotAllowed(f"out is {kind}: pass an array that can be written to, or out=None for a new one")
 

@@ -10,13 +10,13 @@ import numpy as np
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList, key_list
 from kvd.client.calls.memory_budget import MemoryBudget, Reservation
+from kvd.client.calls.tied_weights import TensorsOfKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import (
     Array,
     Source,
     Target,
     Unlike,
-    check_not_tied,
     copy_of,
     of_each,
     source_of,
@@ -54,6 +54,11 @@ class Arguments:
         self._budget = budget
         self._unobserved = unobserved
         self._slice_bytes = slice_bytes
+        self._tensors = TensorsOfKeys()
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The keys are deleted."""
+        self._tensors.forget(names)
 
     def named(self, key: Any) -> KeyList:
         """One key, or a list of keys. Raises unobserved errors of these."""
@@ -159,7 +164,7 @@ class Arguments:
         """The values to init keys with: copies of them do not count against the budget."""
         values = values_by_name(keys, value)
         sources = of_each(keys, values, lambda _, entry: source_of(entry, self._slice_bytes, copy=copy))
-        check_not_tied(keys, values)
+        self._tensors.note(keys, values)
         return sources
 
     def given_sources(self, values: Sequence[Array]) -> list[Source]:

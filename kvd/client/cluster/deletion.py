@@ -45,6 +45,7 @@ class ClusterDeletion:
         if not names:
             return Handle.of(None)
         handle = Handle(self._engine.submit(requests.DeleteKeys(tuple(names))), nothing, "delete", self._engine.wait)
+        self._arguments.forget(names)
         self._bound.forget(names)
         self._assignments.forget(names)
         self._restored.forget(names)

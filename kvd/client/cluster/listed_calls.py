@@ -73,8 +73,8 @@ class ArrayForms:
         self.bound_changes = bound_changes
 
     def fit(self, values: Sequence[Any], outs: Sequence[Any]) -> bool:
-        """Whether these are arrays of the same forms, `outs` such that can be written to, and share no memory; one per
-        key."""
+        """Whether these are arrays of the same forms, `outs` such that can be written to, which share no memory, and
+        none with the value of another key; one per key."""
         for arrays in (outs,) if outs is values else (values, outs):
             if (
                 list(map(type, arrays)).count(np.ndarray) != len(self._dtypes)
@@ -85,7 +85,7 @@ class ArrayForms:
         return (
             all(map(_is_writable_too, outs))
             and (outs is values or all(map(_is_contiguous, values)))
-            and are_apart(outs, self._sizes)
+            and are_apart(outs, self._sizes, None if outs is values else values)
         )
 
 

@@ -17,6 +17,7 @@ from kvd.client.calls.values import BYTE, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.listed_calls import ArrayForms, ListedCall, are_plain
 from kvd.core.requests import Item
+from kvd.transport.frames import INLINE_BELOW_BYTES
 
 MOST_KEYS = 1 << 16  # that are recognised one by one
 MOST_LISTS = 64  # and of the lists of keys, which are forgotten together
@@ -116,5 +117,7 @@ class PlainCalls:
             return None
         if not value.flags.c_contiguous or not out.flags.carray:
             return None
+        if value is not out and value.nbytes > INLINE_BELOW_BYTES and np.may_share_memory(value, out):
+            return None  # the first part of the answer may come before the last part of the value has left
         spec = spec_of(dtype, shape, self._slice_bytes)
         return Item(name, spec, value.ravel().view(BYTE), out.ravel().view(BYTE))

@@ -18,7 +18,7 @@ from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import BYTE, Array, Target, first_unlike
+from kvd.client.calls.values import BYTE, Array, Target, are_sources_kept, first_unlike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
@@ -71,7 +71,8 @@ class ClusterValues:
         self._unobserved = unobserved
         self._watched = unobserved.watch
         self._steps = steps
-        self._untake = steps.untake_pushes
+        # With `check_bound`, a push that was sent may fail here, too.
+        self._untake = None if check_bound else steps.untake_pushes
         self._restored = restored
         self._rank = rank
         self._compression = compression
@@ -249,6 +250,11 @@ class ClusterValues:
         unlike = None if view else first_unlike(keys, sources, targets) if outs is None else outs.first_unlike(sources)
         if unlike is not None:
             return self._watched(names, self._arguments.mismatch(unlike))
+        if not copy and targets and not are_sources_kept(sources, targets):
+            copy = True  # a part of the answer may come before all values have left
+            del pushed, sources
+            pushed = self._pushed(keys, value, cast, copy=True, reservation=reservation)
+            sources = pushed.sources
         if not self._steps.take_pushes(names):
             if view or outs is not None:
                 return self._pull_fresh(keys, priority, outs, view=view)

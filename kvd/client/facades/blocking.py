@@ -67,7 +67,8 @@ class KVStore(StoreProperties, KVStoreBase):
         Raises:
             KeyExists: it is live already (not after a restart of this worker with the same shape and dtype).
             ShapeMismatch, DtypeMismatch, MergeMismatch: rank 0 made it with another shape, dtype or merge.
-            NotAllowed: there is no such merge; or it is weighted, and the key holds integers.
+            NotAllowed: there is no such merge; or it is weighted, and the key holds integers; or two keys are two names
+                of one torch tensor (tied weights), which should be one key.
             NodeLost: rank 0 is gone.
         """
         self._blocking().values.init(key, value, merge).wait()
@@ -122,7 +123,8 @@ class KVStore(StoreProperties, KVStoreBase):
         Raises:
             KeyNotFound: nobody made the key.
             ShapeMismatch, DtypeMismatch: `out` does not fit the key.
-            NotAllowed: there is an `out`, and `copy` is False.
+            NotAllowed: there is an `out`, and `copy` is False; or an array of `out` is read-only, or shares memory with
+                another one or with itself, as an expanded tensor does.
             NodeLost: the value waits for a worker that died, or its server did (with two replicas: both that had it).
         """
         view = not wants_copy(copy, out)
@@ -209,6 +211,10 @@ class KVStore(StoreProperties, KVStoreBase):
         """Push and pull in one round trip. Without `out` the result is written into `value`. `cast`: as in both.
 
         With `copy=False` the result is a new array as `pull` gives it, of the key's dtype, and `value` stays as it is.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch: `value` or `out` does not fit the key; the message says which.
+            NotAllowed: the result cannot be written to `out`, as in `pull`; or to `value` without `out`.
         """
         view = copy is not True and not wants_copy(copy, out)
         return self._blocking().values.pushpull_and_wait(key, value, out, priority, samples, cast, view)

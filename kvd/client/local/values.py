@@ -17,11 +17,11 @@ from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.tables import check_descriptions, check_whole, has_tables, parted
+from kvd.client.calls.tied_weights import TensorsOfKeys
 from kvd.client.calls.values import (
     Array,
     Source,
     Target,
-    check_not_tied,
     first_unlike,
     fresh_target,
     in_places,
@@ -52,6 +52,7 @@ class LocalValues:
         self._updates = updates
         self._tables = tables
         self._steps = steps
+        self._tensors = TensorsOfKeys()
 
     def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
         keys = self._keys.named(key)
@@ -60,7 +61,7 @@ class LocalValues:
         merges = own_merges(keys, merge)
         whole = KeyList(names, True, None, keys.written)
         sources = _sources(whole, values, copy=True)
-        check_not_tied(whole, values)
+        self._tensors.note(whole, values)
         sources = with_merge(keys, names, sources, merges)
         check_descriptions(tables)
         begun = {name: first_rows(description, self._keys.written.of(name)) for name, description in tables}
@@ -252,6 +253,7 @@ class LocalValues:
             for name in names:
                 self._keys.drop(name)
             self._keys.restored.forget(names)
+            self._tensors.forget(names)
 
         return self._keys.watched(names, work)
 

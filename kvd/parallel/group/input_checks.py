@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvd.compute.tensors import check_unmasked
 from kvd.errors import ConfigError, DtypeMismatch, InputMismatch, KeyNotFound, ShapeMismatch
 from kvd.parallel.batch import DataBatch, DataDesc
 from kvd.parallel.device import Array, HostArray, Shape
@@ -22,7 +23,9 @@ def as_descs(shapes: Sequence[DescLike]) -> tuple[DataDesc, ...]:
 
 
 def as_array(value: Any) -> Array:
-    """``value`` as an array, without a copy if it is one already: an array of a GPU stays where it is."""
+    """``value`` as an array, without a copy if it is one already: an array of a GPU stays where it is. Raises
+    NotAllowed for a masked array."""
+    check_unmasked(value)
     return value if type(value).__module__.partition(".")[0] == "cupy" else np.asarray(value)
 
 

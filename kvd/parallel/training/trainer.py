@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvd.compute.tensors import check_unmasked
 from kvd.errors import ConfigError, ShapeMismatch
 
 T = TypeVar("T")
@@ -131,6 +132,7 @@ def _count(value: Any, what: str) -> int:
 
 
 def _vector(update: WorkerUpdate) -> npt.NDArray[np.float64]:
+    check_unmasked(update.gradients)
     vector = np.asarray(update.gradients, dtype=np.float64)
     if vector.ndim != 1:
         raise ShapeMismatch(
