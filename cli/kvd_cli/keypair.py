@@ -10,6 +10,7 @@ import click
 
 from kvd.core.principals import KeyRole
 from kvd.errors import ConfigError
+from kvd.files import read_file
 from kvd_cli import interrupts
 from kvd_cli.flags import common_options
 from kvd_cli.options import current
@@ -95,7 +96,7 @@ def _in_file(path: Path) -> str:
     from kvd.node.keyfiles import read_key
 
     try:
-        content = path.read_text()
+        content = read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         problem = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import ConfigError
+from kvd.files import open_file
 from kvd.protocol.specs import MERGES
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.flags import common_options
@@ -134,7 +135,8 @@ def read_array(file: Path, dtype: str | None = None) -> Array:
         ConfigError: it cannot be read, or does not hold an array of numbers.
     """
     try:
-        array = np.load(file, allow_pickle=False)
+        with open_file(file) as opened:
+            array = np.load(opened, allow_pickle=False)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
     except (ValueError, EOFError):  # their texts suggest trusting the file

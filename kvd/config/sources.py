@@ -19,6 +19,7 @@ from kvd.config.addresses import tcp_address
 from kvd.config.setting import Setting
 from kvd.config.settings import Config, all_settings
 from kvd.errors import ConfigError
+from kvd.files import read_file
 
 FILES: Final = (Path("kvd.toml"), Path("/etc/kvd/kvd.toml"))
 """Where `load` looks for a file when neither an argument nor ``KVD_CONFIG`` names one. It reads the first it finds."""
@@ -146,7 +147,7 @@ def _read_file(path: Path | None) -> dict[str, tuple[object, str]]:
     import tomllib  # most programs have no file
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
         table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {path}: {error.strerror or error}") from None

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from kvd.core.principals import KeyRole, Principal
 from kvd.errors import ConfigError
+from kvd.files import open_file
 from kvd.transport.curve import is_key
 
 MAX_FILE_BYTES: Final = 1 << 20
@@ -71,7 +72,7 @@ class AllowedKeys:
         import tomllib  # most nodes have no list
 
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 status = os.fstat(file.fileno())
                 content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:

@@ -11,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from kvd.files import owner_only
 
-def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
+
+def write_atomically(path: Path, save: Callable[[BinaryIO], object], *, is_private: bool = False) -> None:
     """Write a temporary file beside `path`, sync it and rename it.
 
     An existing file keeps its mode, and its owner where the system allows it. A symbolic link stays, and its target is
@@ -21,6 +23,7 @@ def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
     Args:
         path: the file.
         save: writes the content to the file object that it is given.
+        is_private: only the owner can read a new file; otherwise the umask decides.
 
     Raises:
         OSError: it cannot be written, or is a folder, a device or a pipe; nothing is left behind.
@@ -32,7 +35,7 @@ def write_atomically(path: Path, save: Callable[[BinaryIO], object]) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     temporary = target.with_name(f".{target.name[:60]}.{secrets.token_hex(4)}.part")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=owner_only if is_private else None) as file:
             with suppress(FileNotFoundError):
                 copy_owner_and_mode(target.stat(), file.fileno())
             save(file)

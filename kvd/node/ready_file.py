@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from kvd.errors import KvdError
+from kvd.files import new_file
 from kvd.node.descriptors import NO_DESCRIPTOR
 from kvd.observe.log import event
 
@@ -27,7 +28,7 @@ class ReadyFile:
             KvdError: it cannot.
         """
         try:
-            self._temporary.write_text("\n")  # not empty: even a full disk has room for an empty file
+            self._write("\n")  # not empty: even a full disk has room for an empty file
         except OSError as error:
             raise self._problem(error) from None
         finally:
@@ -40,7 +41,7 @@ class ReadyFile:
             KvdError: it cannot be written.
         """
         try:
-            self._temporary.write_text(address + "\n")
+            self._write(address + "\n")
             self._temporary.rename(self._path)
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
@@ -58,6 +59,10 @@ class ReadyFile:
             pass  # it was never there
         except OSError as error:
             event(logger, logging.WARNING, f"cannot remove {self._path}: {error.strerror or error}; remove it by hand")
+
+    def _write(self, content: str) -> None:
+        with new_file(self._temporary) as file:
+            file.write(content.encode())
 
     def _remove_temporary(self) -> None:
         with contextlib.suppress(OSError):

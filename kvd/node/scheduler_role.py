@@ -120,8 +120,14 @@ class SchedulerRole:
         """Nodes on this host need no timeout: the kernel reports the end of their processes."""
         assert self._machine is not None, "make_driver makes it"
         here = host_id()
+        before: set[int] = set()
         while True:
-            for incarnation, host, pid in self._machine.watched():
+            watched = self._machine.watched()
+            present = {incarnation for incarnation, _, _ in watched}
+            for gone in before - present:  # it has left, and its process may live for long
+                watch.forget(gone)
+            before = present
+            for incarnation, host, pid in watched:
                 if host == here:
                     lost = PeerLost(incarnation, f"its process {pid} ended")
                     watch.watch(pid, partial(self._feed, lost), token=incarnation)

@@ -11,10 +11,12 @@ from typing import Any
 
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError
+from kvd.files import read_file
 from kvd.node.state_lock import InUse, StateLock
 from kvd.node.swapped_file import SwappedFile
 
 STATE_FILE = "scheduler.json"
+OWNER_ONLY_FOLDER = 0o700
 MOST_WHY_CHARS = 200
 
 
@@ -41,7 +43,7 @@ class SchedulerStateFile:
             ConfigError: it cannot.
         """
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
             raise self._bad_folder(error) from None
         if self._path.is_dir():
@@ -69,7 +71,7 @@ class SchedulerStateFile:
             ConfigError: it cannot be read, or is not a record.
         """
         try:
-            state: dict[str, Any] = json.loads(self._path.read_text())
+            state: dict[str, Any] = json.loads(read_file(self._path))
             json.dumps(state, ensure_ascii=False).encode()  # fails for half characters, which no message can carry
             SchedulerRouter.check_record(state)
         except FileNotFoundError:
@@ -90,7 +92,7 @@ class SchedulerStateFile:
         """
         try:
             with self._writing:
-                self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+                self._folder.mkdir(OWNER_ONLY_FOLDER, parents=True, exist_ok=True)  # somebody may have removed it
                 if self._lock is not None:
                     self._lock.keep()
                 self._file.write(json.dumps(record).encode())

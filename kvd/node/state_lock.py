@@ -5,9 +5,11 @@ Without it, two schedulers would replace each other's record, and each would go 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,7 +47,7 @@ class StateLock:
         """
         while not (self._is_held() or self._is_missed):
             self.release()
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
+            descriptor = self._open()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -63,6 +65,23 @@ class StateLock:
             with suppress(OSError):  # without room the lock has no words
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, self._holder.encode()[:MOST_HOLDER_BYTES], 0)
+
+    def _open(self) -> int:
+        """Open the file, or make it. Its content is replaced, so a link to another file is refused."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(self._path, flags, OWNER_ONLY)
+        except OSError as error:
+            raise self._is_link() if error.errno == errno.ELOOP else error from None
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            os.close(descriptor)
+            raise self._is_link()
+        return descriptor
+
+    def _is_link(self) -> OSError:
+        text = f"{LOCK_FILE} in it is a link to another file, or no file: remove it"
+        return OSError(errno.EINVAL, text, str(self._path))
 
     def keep(self) -> None:
         """Take the lock again if somebody has removed its file.

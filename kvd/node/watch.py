@@ -38,6 +38,11 @@ class ProcessWatch:
         self._descriptors[token] = descriptor
         self._loop.add_reader(descriptor, self._ended, token, ended)
 
+    def forget(self, token: Hashable) -> None:
+        """Watch the process no longer that has this token, and give its descriptor back."""
+        self._seen.discard(token)
+        self._drop(token)
+
     def _ended(self, token: Hashable, ended: Callable[[], None]) -> None:
         self._drop(token)
         ended()

@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
+from kvd.files import owner_only
+
 Buffer: TypeAlias = bytes | memoryview
 
 PIECES_AT_ONCE = 1024  # in one call of writev; Linux takes no more
@@ -21,7 +23,8 @@ MAX_NAME_CHARS = 60  # of the folder's name, in that of the one beside it
 
 
 class NewFolder:
-    """The folder beside `path` that becomes `path`. Those that killed processes have left there are removed.
+    """The folder beside `path` that becomes `path`; only its owner can enter it. Those
+    that killed processes have left there are removed.
 
     Raises:
         OSError: it cannot be made.
@@ -31,7 +34,7 @@ class NewFolder:
         self._target = Path(os.path.realpath(path))
         _remove_leftovers(self._target)
         self._folder = self._target.with_name(hidden_name(self._target, secrets.token_hex(4)))
-        self._folder.mkdir()
+        self._folder.mkdir(0o700)
 
     def write(self, name: str, *content: Buffer) -> None:
         """A new file of these bytes, one after the other, on stable storage.
@@ -39,7 +42,7 @@ class NewFolder:
         Raises:
             OSError: it cannot be written.
         """
-        with (self._folder / name).open("xb", buffering=0) as file:
+        with open(self._folder / name, "xb", buffering=0, opener=owner_only) as file:
             _write_all(file, content)
             os.fsync(file.fileno())
 

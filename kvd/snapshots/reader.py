@@ -16,6 +16,7 @@ import numpy as np
 
 from kvd.compute.tensors import named_dtype
 from kvd.errors import SnapshotError
+from kvd.files import open_file
 from kvd.protocol.messages import BIGGEST
 from kvd.protocol.specs import ANY_ROW
 from kvd.snapshots import manifest
@@ -57,9 +58,11 @@ class StoredSnapshot:
         """
         file = path / manifest.FILE
         try:
-            if file.stat().st_size > manifest.MAX_BYTES:
-                raise SnapshotError(f"{file} is larger than any manifest of a snapshot: {_EARLIER}", path=str(file))
-            data = file.read_bytes()
+            with open_file(file) as opened:
+                if os.fstat(opened.fileno()).st_size > manifest.MAX_BYTES:
+                    text = f"{file} is larger than any manifest of a snapshot: {_EARLIER}"
+                    raise SnapshotError(text, path=str(file))
+                data = opened.read()
         except (FileNotFoundError, NotADirectoryError):
             raise _no_manifest(path) from None
         except OSError as error:
@@ -180,7 +183,7 @@ class StoredSnapshot:
         """A part, which has its size. What goes wrong with it is a SnapshotError."""
         part, file = self.manifest.parts[number], self._file(number)
         try:
-            with file.open("rb", buffering=0) as opened:
+            with open_file(file) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if size != part.nbytes:
                     text = f"{file} has {size} bytes, not {part.nbytes}: it was cut off or changed; {_EARLIER}"

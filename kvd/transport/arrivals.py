@@ -12,6 +12,7 @@ import asyncio
 import ipaddress
 import logging
 import time
+from collections.abc import Collection
 from typing import Final
 
 import zmq
@@ -84,11 +85,16 @@ class Arrivals:
         self._look()
 
     def _tell(self, places: frozenset[Place]) -> None:
-        now = time.monotonic()
-        if now > self._log_at:
+        now, line = time.monotonic(), refusal_line(places)
+        if line and now > self._log_at:
             self._log_at = now + LOG_INTERVAL_S
-            names = ", ".join(map(_name, sorted(places)))
-            logger.warning("too many connections that prove no key: refusing new ones from %s for a while", names)
+            logger.warning(line)
+
+
+def refusal_line(places: Collection[Place]) -> str:
+    """Return the log line about places that are refused from now on; "" if there are none."""
+    names = ", ".join(map(_name, sorted(places)))
+    return names and f"too many connections that prove no key: refusing new ones from {names} for a while"
 
 
 def _place_behind(descriptor: int) -> Place:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from typing import Any, get_args
 
 import pytest
 
 from kvd.core.access import ANY_KEY, JOINS, ROWS, Doorkeeper, Row, Standing, is_allowed, row_of, table
 from kvd.core.machine import SCHEDULER, CallerPeer, LogEntry, Received, Send, Stop
-from kvd.core.principals import HOLDER, KeyRole
+from kvd.core.principals import HOLDER, KeyRole, Principal
 from kvd.core.pseudonyms import pseudonym
 from kvd.core.scheduler.runs import MAX_LIVE
 from kvd.protocol import messages as m
@@ -302,6 +304,47 @@ def test_runs_that_nodes_name_are_begun_up_to_the_limit() -> None:
         effects = world.say(run, join, HOLDER, CallerPeer(b"worker"), run)
     assert isinstance(one(said(effects)), NotYet)
     assert len(world.router.runs.entries()) == MAX_LIVE
+
+
+def begin_runs(world: SchedulerWorld, principal: Any, first: int, count: int = 100) -> list[Any]:
+    """Each as a process of its own, as if its job were the first that names no run; the answers."""
+    answers: list[Any] = []
+    for who in range(first, first + count):
+        join = m.Join(1, "worker", f"w{who}", "", "host", who, -1, OPEN, job=f"job-{who}", token=f"token-{who}")
+        answers += said(world.say(who, join, principal, CallerPeer(str(who).encode()), NO_RUN))
+    return answers
+
+
+def live_by_key(world: SchedulerWorld) -> Counter[str]:
+    return Counter(slot.owner for slot in world.router.runs if not slot.is_over)
+
+
+def test_no_key_takes_all_runs() -> None:
+    """Each further key gets two thirds of what is left, and at least one run as long as there is room."""
+    world = SchedulerWorld()  # alice has begun one
+    mallory = Principal("mallory", frozenset({KeyRole.WORKER}), ("*",), "m")
+    trudy = Principal("trudy", frozenset({KeyRole.WORKER}), ("*",), "t")
+    refused = [answer for answer in begin_runs(world, mallory, 50_000) if isinstance(answer, m.Refused)]
+    assert live_by_key(world) == {"alice": 1, "mallory": 10}
+    assert {(answer.error, answer.text) for answer in refused} == {
+        (
+            ErrorCode.JOB_BUSY,
+            f"key 'mallory' has 10 of the 11 jobs that are running, and the rest of {MAX_LIVE} is kept for other keys: "
+            "wait for one, or end one with kvd jobs end NAME",
+        )
+    }
+    begin_runs(world, trudy, 60_000)
+    assert live_by_key(world) == {"alice": 1, "mallory": 10, "trudy": 3}
+    world.restart(json.loads(json.dumps(world.disk)))
+    assert live_by_key(world) == {"alice": 1, "mallory": 10, "trudy": 3}, "the record has it"
+    begin_runs(world, HOLDER, 70_000)
+    assert sum(live_by_key(world).values()) <= MAX_LIVE
+
+
+def test_the_holders_of_the_clusters_key_share_all_runs() -> None:
+    world = SchedulerWorld()
+    begin_runs(world, HOLDER, 50_000)
+    assert live_by_key(world) == {"alice": 1, "": MAX_LIVE - 1}
 
 
 def test_only_a_server_brings_runs() -> None:

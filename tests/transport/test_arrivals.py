@@ -11,10 +11,10 @@ import pytest
 from kvd.core.machine import SCHEDULER
 from kvd.core.principals import HOLDER
 from kvd.transport import newcomers as limits
-from kvd.transport.arrivals import Arrivals
+from kvd.transport.arrivals import Arrivals, refusal_line
 from kvd.transport.connections import listening_at
 from kvd.transport.curve import new_keypair
-from kvd.transport.newcomers import ANYWHERE, THIS_HOST
+from kvd.transport.newcomers import ANYWHERE, THIS_HOST, place_of
 from tests.fuzz.flood import flood
 from tests.fuzz.zmtp import Wire, greeting
 from tests.transport.test_curve import Node, curve, nodes, until
@@ -150,3 +150,12 @@ def test_the_port_is_free_after_it_was_closed() -> None:
         socket.create_server(("127.0.0.1", port)).close()
 
     asyncio.run(main())
+
+
+def test_the_line_names_who_is_refused_and_is_missing_if_nobody_is() -> None:
+    """A place that is open again changes what is refused, too, and is no reason for a line."""
+    assert refusal_line(frozenset()) == ""
+    places = [frozenset({place_of(host)}) for host in ("10.1.2.3", "2001:db8::1", "127.0.0.1")]
+    lines = [refusal_line(each) for each in (*places, frozenset({ANYWHERE}))]
+    for line, name in zip(lines, ("10.1.2.3", "2001:db8::/64", "this host", "everywhere"), strict=True):
+        assert line == f"too many connections that prove no key: refusing new ones from {name} for a while"

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvd.client.calls.row_states import arrays_of, is_of_rows, rows_from
 from kvd.errors import NotAllowed, ProtocolError
+from kvd.files import read_file
 from kvd.node.atomic_file import write_atomically
 from kvd.node.tensor_file import parse_tensors
 from kvd.optimizer import Optimizer, from_wire, to_wire
@@ -65,7 +66,7 @@ class OptimizerStateFile:
         data = save(tensors, metadata)
         try:
             _check_replaceable(path)
-            write_atomically(path, lambda file: file.write(data))
+            write_atomically(path, lambda file: file.write(data), is_private=True)
         except OSError as error:
             text = f"{error.strerror}: the optimizer states cannot be saved there, choose a file in an existing folder"
             raise OSError(error.errno, text, str(path)) from None
@@ -79,7 +80,7 @@ class OptimizerStateFile:
             OSError: it cannot be read.
         """
         try:
-            data = path.read_bytes()
+            data = read_file(path)
         except OSError as error:
             text = f"{error.strerror}: no optimizer states can be loaded from there, name a file that was saved"
             raise OSError(error.errno, text, str(path)) from None

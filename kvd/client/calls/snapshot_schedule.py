@@ -67,7 +67,7 @@ class SnapshotSchedule:
         if not self.every:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
         except OSError as error:
             text = f"{self.folder}: {error.strerror}: snapshot_dir is to be a folder that worker 0 can write to"
             raise SnapshotError(text, path=str(self.folder)) from error

@@ -21,6 +21,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.files import new_file, read_file
+
 Floats = NDArray[np.float32]
 
 _MAGIC = b"kvd kept 1\n"
@@ -84,7 +86,7 @@ class KeptFile:
         self._sizes = tuple(sizes)
         self._lock = threading.Lock()
         made = path.with_suffix(".part")
-        with made.open("wb+") as file:
+        with new_file(made, is_private=True) as file:
             _reserve(file.fileno(), _DATA_AT + 2 * _nbytes(sizes))
             self._map = mmap.mmap(file.fileno(), 0)
         head = _MAGIC + struct.pack("<I", len(identity)) + identity
@@ -145,7 +147,7 @@ def read(path: Path, identity: bytes, sizes: Sequence[int], clock: int) -> tuple
         Unusable: the file belongs to something else, or has not this generation, or was not written to its end.
     """
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvd.client.cluster.kept_files import Kept, KeptFile, Unusable, read, remove
 from kvd.errors import ConfigError
+from kvd.files import new_file
 from kvd.protocol.specs import KeySpec
 
 _SUFFIX = ".kept"
@@ -38,9 +39,9 @@ class KeptFolder:
             ConfigError: it cannot be made, or not written to.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(0o700, parents=True, exist_ok=True)
             probe = self.path / "probe.part"
-            probe.touch()
+            new_file(probe, is_private=True).close()
             probe.unlink(missing_ok=True)
         except OSError as error:
             text = f"state_dir: {str(self.path)!r} cannot be written to: {error.strerror or error}"

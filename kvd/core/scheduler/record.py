@@ -169,6 +169,7 @@ def check_cluster(saved: Mapping[str, Any]) -> None:
         try:
             _RUN([entry["run"], entry["job"], entry["token"], phase.value, entry["num_workers"]])
             _INCARNATION(entry["run"])
+            _NAME(entry.get("begun_by", ""))  # an earlier kvd has none
         except ProtocolError as error:
             raise ValueError(str(error)) from None
         if record is not None:

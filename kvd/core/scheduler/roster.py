@@ -284,6 +284,10 @@ class Roster:
         """Whether any worker has joined."""
         return any(role == "worker" for role, _ in self._seats)
 
+    def first_worker_key(self) -> str:
+        """Name of the key under which the worker joined that was seated first; "" for the cluster's key or nobody."""
+        return next((seat.member.principal for seat in self._seats.values() if seat.member.role == "worker"), "")
+
     def has_worker_named(self, node_id: str) -> bool:
         """Whether a worker of this node id has a rank."""
         return any(member.node_id == node_id for member in self._holders("worker").values())

@@ -39,7 +39,7 @@ from kvd.core.scheduler.agreement import malformation, size_problem
 from kvd.core.scheduler.door import Door
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
 from kvd.core.scheduler.record import check_cluster
-from kvd.core.scheduler.runs import MAX_LIVE, TOO_MANY, Choice, Runs, RunSlot
+from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
 from kvd.core.scheduler.saving import Saving
 from kvd.protocol.messages import (
     NO_RUN,
@@ -90,7 +90,7 @@ class SchedulerRouter:
         }
 
     def _restored(self, saved: Mapping[str, Any], now: float) -> RunSlot:
-        slot = RunSlot(saved["run"], saved["job"], saved["token"], None)
+        slot = RunSlot(saved["run"], saved["job"], saved["token"], None, saved.get("begun_by", ""))
         if saved["record"] is not None:
             settings = self._settings_of(saved["num_workers"])
             slot.machine = SchedulerMachine(settings, self.incarnation, self._generation, now, saved["record"])
@@ -149,6 +149,7 @@ class SchedulerRouter:
                     "job": slot.job,
                     "token": slot.token,
                     "num_workers": slot.num_workers,
+                    "begun_by": slot.begun_by,
                     "record": None if slot.machine is None else slot.machine.record(),
                 }
                 for slot in self._runs
@@ -245,11 +246,11 @@ class SchedulerRouter:
         if checking is not None:
             self._send(event, checking)
             return
-        choice, slot = self._runs.choose(join)
+        choice, slot = self._runs.choose(join, event.principal.name)
         if choice is Choice.BEGIN:
             self._begin(pseudonym(event.sender), event, join, now)
         elif slot is None:
-            self._refuse(event, ErrorCode.JOB_BUSY, TOO_MANY, join.job)
+            self._refuse(event, ErrorCode.JOB_BUSY, self._runs.full_text(event.principal.name), join.job)
         elif choice is Choice.ENTER and slot.machine is not None:
             if slot.bind(join):
                 self._announce()
@@ -291,12 +292,14 @@ class SchedulerRouter:
         if join.role == "observer":
             self._refuse(event, ErrorCode.JOB_ENDED, f"the run of job {join.job!r} has ended: read another", join.job)
             return
-        if not self._runs.has_room(RunPhase.FORMING):
-            self._send(event, NotYet(join.request, NotYetReason.BUSY, TOO_MANY))
+        key = event.principal.name
+        if not self._runs.has_room(RunPhase.FORMING, key):
+            self._send(event, NotYet(join.request, NotYetReason.BUSY, self._runs.full_text(key)))
             return
         num_workers = join.settings.num_workers if join.role == "worker" else 0
         slot = self._new_slot(RunEntry(run, join.job, join.token, RunPhase.FORMING, num_workers), now)
         assert slot.machine is not None
+        slot.begun_by = key
         objection = slot.machine.objection(join)
         if objection is not None:
             self._send(event, objection)

@@ -5,29 +5,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from kvd.core.principals import key_text
 from kvd.core.scheduler.machine import SchedulerMachine
+from kvd.core.shares import Shares
 from kvd.protocol.messages import MAX_RUNS, Join, MemberState, RunEntry, RunPhase
 
 MAX_LIVE = 16  # runs that are not over
+FEW_LIVE = 1  # of these, that each key may have as long as there is room at all
 MAX_KEPT = 8  # runs that are over and can still be read
 MAX_GONE = MAX_RUNS - MAX_LIVE - MAX_KEPT  # remembered, so that their processes learn that they have ended
-
-TOO_MANY = f"{MAX_LIVE} jobs are running, and no more can: wait for one, or end one with kvd jobs end NAME"
 
 
 @dataclass(slots=True)
 class RunSlot:
-    """One run. Its machine is None once its values are given up."""
+    """One run. Its machine is None once its values are given up.
+
+    Attributes:
+        begun_by: name of the key of the node that began it; "" for the cluster's key, or if that is not known.
+    """
 
     run: int
     job: str
     token: str
     machine: SchedulerMachine | None
+    begun_by: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Name of the key that has this run in its share; "" for the cluster's key."""
+        return self.begun_by or ("" if self.machine is None else self.machine.roster.first_worker_key())
 
     @property
     def phase(self) -> RunPhase:
@@ -157,15 +169,38 @@ class Runs:
         """Whether the job has a later run."""
         return next(self._latest(slot.job), slot) is not slot
 
-    def has_room(self, phase: RunPhase) -> bool:
-        """Whether one more run in this phase can be kept."""
+    def has_room(self, phase: RunPhase, key: str = "") -> bool:
+        """Whether one more run in this phase can be kept for the holder of this key; "": of the cluster's key, where
+        each run is counted alone."""
         kept = [slot for slot in self if slot.machine is not None and slot.is_over == phase.is_over]
-        return len(kept) < (MAX_KEPT if phase.is_over else MAX_LIVE)
+        if phase.is_over:
+            return len(kept) < MAX_KEPT
+        shares = Shares(FEW_LIVE)
+        for slot in kept:
+            shares.take(slot.owner or slot.run, 1)
+        return shares.has_room(key or None, 1, MAX_LIVE)
+
+    def full_text(self, key: str) -> str:
+        """Why no further run can begin for the holder of this key."""
+        live = [slot for slot in self if not slot.is_over]
+        what = "wait for one, or end one with kvd jobs end NAME"
+        if len(live) >= MAX_LIVE:
+            return f"{MAX_LIVE} jobs are running, and no more can: {what}"
+        own = sum(slot.owner == key for slot in live)
+        return (
+            f"{key_text(key)} has {own} of the {len(live)} jobs that are running, and the rest of {MAX_LIVE} is kept "
+            f"for other keys: {what}"
+        )
 
     def excess(self) -> RunSlot | None:
-        """The run whose values must be given up next, because too many that are over are kept."""
+        """The run whose values must be given up next, because too many that are over are kept: the oldest of the key
+        that has most of them."""
         over = [slot for slot in self if slot.is_over and slot.machine is not None]
-        return over[0] if len(over) > MAX_KEPT else None
+        if len(over) <= MAX_KEPT:
+            return None
+        counts = Counter(slot.owner for slot in over)
+        most = max(counts.values())
+        return next(slot for slot in over if counts[slot.owner] == most)
 
     def forget_oldest_gone(self) -> None:
         gone = [slot.run for slot in self if slot.machine is None]
@@ -177,16 +212,16 @@ class Runs:
 
     # ── who belongs where ──
 
-    def choose(self, join: Join) -> Decision:
-        """Where a worker goes that names no run."""
+    def choose(self, join: Join, key: str = "") -> Decision:
+        """Where a worker goes that names no run, and joins under the key of this name."""
         if join.operator:
             newest = self.newest(join.job)
-            return self._begin() if newest is None else Decision(Choice.ENTER, newest)
+            return self._begin(key) if newest is None else Decision(Choice.ENTER, newest)
         if join.token:
             own = next((slot for slot in self._latest(join.job) if slot.token == join.token), None)
             if own is not None:
                 return self._of_own_run(own)
-        return self._of_the_job(join)
+        return self._of_the_job(join, key)
 
     def _of_own_run(self, own: RunSlot) -> Decision:
         """For a process whose token is that of this run."""
@@ -196,14 +231,14 @@ class Runs:
             return Decision(Choice.ENTER, own)
         return Decision(Choice.JOB_ENDED, own)
 
-    def _of_the_job(self, join: Join) -> Decision:
+    def _of_the_job(self, join: Join, key: str) -> Decision:
         """For a process without a token, or with the token of a run that has not begun."""
         newest = self.newest(join.job)
         if newest is not None and newest.is_prepared and not self.is_superseded(newest):
             return Decision(Choice.ENTER, newest)
         alive = next((slot for slot in self._latest(join.job) if not slot.is_over), None)
         if alive is None or alive.machine is None:
-            return self._begin()
+            return self._begin(key)
         if not join.token and alive.phase is RunPhase.FORMING:
             return Decision(Choice.ENTER, alive)
         if (
@@ -219,8 +254,8 @@ class Runs:
             return Decision(Choice.WAIT, alive)
         return Decision(Choice.JOB_BUSY, alive)
 
-    def _begin(self) -> Decision:
-        return Decision(Choice.BEGIN if self.has_room(RunPhase.FORMING) else Choice.TOO_MANY, None)
+    def _begin(self, key: str) -> Decision:
+        return Decision(Choice.BEGIN if self.has_room(RunPhase.FORMING, key) else Choice.TOO_MANY, None)
 
     def _latest(self, job: str) -> Iterator[RunSlot]:
         return (slot for slot in reversed(list(self._slots.values())) if slot.job == job)

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from kvd.errors import NotAllowed
+from kvd.files import read_file
 from kvd.node.atomic_file import write_atomically
 from kvd.node.tensor_file import parse_tensors
 from kvd.parallel.batch import BFLOAT16
@@ -54,7 +55,7 @@ class Checkpoint:
         if save_server_states is not None:
             self.server_states = f"{path.name}.{self.step}.states"
             save_server_states(path.with_name(self.server_states))
-        write_atomically(path, lambda file: file.write(self.packed()))
+        write_atomically(path, lambda file: file.write(self.packed()), is_private=True)
         for other in path.parent.glob(f"{path.name}.*.states"):
             if other.name != self.server_states:
                 other.unlink(missing_ok=True)
@@ -88,7 +89,7 @@ class Checkpoint:
             OSError: it cannot be read.
         """
         try:
-            return cls.unpacked(path.read_bytes())
+            return cls.unpacked(read_file(path))
         except NotAllowed as error:
             raise NotAllowed(f"{path}: {error}") from None
 
