@@ -419,6 +419,18 @@ def test_an_updater_can_be_interrupted() -> None:
     assert store.pushpull("w", 3 * ones()).tolist() == [3] * 4
 
 
+def test_an_exception_before_any_line_of_a_reader() -> None:
+    value = np.arange(4, dtype=np.float32)
+    with LocalCluster(1, 1) as cluster:
+        cluster.store().init("w", value)
+        with cluster.observer() as reader:
+
+            def check() -> None:
+                assert (reader.pull("w") == value).all()
+
+            interrupt_everywhere(check, check, stride=5)
+
+
 # ── in an event loop ──
 
 

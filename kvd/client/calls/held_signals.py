@@ -5,8 +5,8 @@ the worker's machine, its queues or its locks half changed. So every public call
 all Python handlers by one that only notes the signal, and restores them at the end. The noted signals are then passed
 to their handlers, and what these raise leaves the call.
 
-A call that waits does so in a wait that a signal ends (`HeldSignals.begin_wait`, `HeldSignals.pause`). The handlers run
-at that point, where nothing is half done, and the wait continues if they return. What a handler raises there passes
+A signal wakes a call that waits (`HeldSignals.begin_wait`, `HeldSignals.pause`). Its handler runs at that point, where
+nothing is half done, and the wait continues if it returns. What a handler raises there passes
 through kvd as `HandlerRaised`, which no `except Exception` or `except TimeoutError` catches; the end of the section
 raises the exception itself.
 
@@ -40,7 +40,6 @@ except ImportError:
 LONGEST_PAUSE_S = 3600.0  # callers may ask for more than a lock accepts
 
 _NUMBERS = range(1, NSIG)
-
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
