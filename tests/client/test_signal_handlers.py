@@ -4,6 +4,7 @@ store as it should be."""
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +26,7 @@ from kvd.testing.cluster import LocalCluster
 from tests.client.harness import MEGABYTE, ONE_PUSH, Pair, ones
 
 SIGNAL = signal.SIGUSR1
-KVD = str(Path(kvd.__file__).parent)
+STEP_OF_COROUTINE = "_stepped"
 
 
 class Boom(Exception):
@@ -50,7 +52,7 @@ class Arrival:
     Args:
         moments: when, with what is sent then.
         by_bytecode: whether bytecodes are counted, and not lines.
-        within: only moments within a call of a function of this path count.
+        within: only moments within a call of a function of this name count.
     """
 
     def __init__(self, moments: dict[int, int], *, by_bytecode: bool, within: str = "") -> None:
@@ -72,7 +74,9 @@ class Arrival:
 
     def _counts(self, frame: FrameType | None) -> bool:
         while frame is not None:
-            if frame.f_code.co_filename.startswith(self._within):
+            if frame.f_code.co_filename.endswith("_weakrefset.py"):
+                return False  # Python discards what is raised in the callback of a weak reference
+            if self._within in ("", frame.f_code.co_name):
                 return True
             frame = frame.f_back
         return False
@@ -103,7 +107,8 @@ def interrupt_everywhere(
             if not arrival.places:
                 break
             assert caught is not None, arrival.places
-            assert caught.__context__ is caught.__cause__ is None, arrival.places
+            assert caught.__cause__ is None, arrival.places
+            assert isinstance(caught.__context__, StopIteration | None), arrival.places  # which an iteration ended with
             try:
                 check()
             except BaseException as error:
@@ -131,10 +136,11 @@ class Calls:
         store.init(["w", "large", *self.names], [0 * self.small, 0 * self.large, *[0 * self.small] * len(self.names)])
         store.set_optimizer(kvd.optimizer.SGD(1.0))
         self.made = 0
+        self.loop: Any = None
 
     def check(self) -> None:
         """The store goes on, and each key has the value that its clock says."""
-        store = self.store
+        store, self.loop = self.store, None  # Python discards what is raised in a finalizer
         store.flush()
         for key in ("w", "large", self.names[3]):
             clock = store.clock(key)
@@ -187,21 +193,22 @@ class Calls:
 
     def optimizer(self) -> None:
         self.made += 1
-        self.store.set_optimizer(kvd.optimizer.SGD(1.0, weight_decay=0.0, clip_gradient=float(self.made)))
+        self.store.set_optimizer(kvd.optimizer.SGD(1.0, clip_gradient=float(self.made)))
 
     def command(self) -> None:
         self.store.send_command_to_servers("ping", b"")
 
     def steps(self) -> None:
-        steps = self.store.steps(2, keys=["w"])
+        self.loop = self.store.steps(2, keys=["w"])
         try:
-            for _ in steps:
+            for _ in self.loop:
                 self.store.pushpull("w", self.small, self.outs[0])
         finally:
-            steps.close()
+            self.loop.close()
 
 
 HOT = ["pushpull", "handle", "pushpull_list"]
+STRIDES = {"pushpull": 3, "handle": 5, "pushpull_list": 29}  # of bytecodes, of which the last one has many
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +237,7 @@ def test_an_exception_before_any_line_of_a_call(name: str, calls: Calls) -> None
 def test_an_exception_before_any_bytecode_of_a_repeated_call(name: str, calls: Calls) -> None:
     for _ in range(5):
         getattr(calls, name)()
-    interrupt_everywhere(getattr(calls, name), calls.check, by_bytecode=True, stride=5)
+    interrupt_everywhere(getattr(calls, name), calls.check, by_bytecode=True, stride=STRIDES[name])
 
 
 def local_calls() -> dict[str, Callable[[kvd.KVStore], object]]:
@@ -261,12 +268,13 @@ def test_an_exception_before_any_line_of_a_call_of_a_local_store(name: str) -> N
 
 
 def test_an_exception_before_any_line_of_create_and_close() -> None:
-    """Whatever was interrupted has left the cluster: the next one takes its place."""
+    """Whatever was interrupted has left the cluster, which would not take so many jobs otherwise."""
+    jobs = count()
     with LocalCluster(1, 1) as cluster:
         settings = {**cluster.settings, "scheduler": cluster.address}
 
         def call() -> None:
-            kvd.create("dist_sync", **settings).close()
+            kvd.create("dist_sync", job=f"job-{next(jobs)}", **settings).close()
 
         interrupt_everywhere(call, call, stride=211)
 
@@ -356,8 +364,8 @@ def test_a_handler_may_use_the_store(pair: Pair) -> None:
 
 
 def test_an_exception_while_a_push_waits_for_memory() -> None:
-    with LocalCluster(2, 1, **ONE_PUSH) as cluster:
-        one, other = cluster.open_stores()
+    with LocalCluster(2, 1, slice_bytes="1MiB") as cluster:
+        one, other = cluster.open_stores(**ONE_PUSH)
         value = np.ones(MEGABYTE // 4, np.float32)
         made = [store.init_async("w", value) for store in (one, other)]
         for handle in made:
@@ -411,12 +419,23 @@ def test_an_updater_can_be_interrupted() -> None:
     assert store.pushpull("w", 3 * ones()).tolist() == [3] * 4
 
 
+def test_an_exception_before_any_line_of_a_reader() -> None:
+    value = np.arange(4, dtype=np.float32)
+    with LocalCluster(1, 1) as cluster:
+        cluster.store().init("w", value)
+        with cluster.observer() as reader:
+
+            def check() -> None:
+                assert (reader.pull("w") == value).all()
+
+            interrupt_everywhere(check, check, stride=5)
+
+
 # ── in an event loop ──
 
 
 def test_an_exception_before_any_line_of_coroutines() -> None:
-    """It leaves the coroutine that awaits, or goes where the loop reports what callbacks raise."""
-    reported: list[BaseException | None] = []
+    """While the loop itself runs code of its own, what a handler raises is its business."""
     value = np.full(4, -1, np.float32)
 
     async def main(store: kvd.aio.KVStore) -> None:
@@ -426,7 +445,6 @@ def test_an_exception_before_any_line_of_coroutines() -> None:
 
     with LocalCluster(1, 1) as cluster, asyncio.Runner() as runner:
         loop = runner.get_loop()
-        loop.set_exception_handler(lambda _, context: reported.append(context.get("exception")))
         store = runner.run(kvd.aio.create("dist_sync", **{**cluster.settings, "scheduler": cluster.address}))
         runner.run(store.init("w", np.zeros(4, np.float32)))
         runner.run(store.set_optimizer(kvd.optimizer.SGD(1.0)))
@@ -439,18 +457,16 @@ def test_an_exception_before_any_line_of_coroutines() -> None:
         moment = 1
         with handler(SIGNAL, raise_boom):
             while True:
-                arrival, is_caught = Arrival({moment: SIGNAL}, by_bytecode=False, within=KVD), False
-                reported.clear()
+                arrival, is_caught = Arrival({moment: SIGNAL}, by_bytecode=False, within=STEP_OF_COROUTINE), False
                 try:
-                    arrival.during(lambda: loop.run_until_complete(main(store)))  # noqa: B023
+                    arrival.during(lambda: loop.run_until_complete(main(store)))
                 except Boom:
                     is_caught = True
                 if not arrival.places:
                     break
-                is_caught = is_caught or any(isinstance(error, Boom) for error in reported)
                 assert is_caught, arrival.places
                 runner.run(check())
-                moment += 1
+                moment += 5
         assert moment > 100
         runner.run(store.close())
 
@@ -484,9 +500,8 @@ def test_all_handlers_run_though_one_raises() -> None:
         signal.raise_signal(SIGNAL)
         signal.raise_signal(signal.SIGUSR2)
 
-    with handler(SIGNAL, handle), handler(signal.SIGUSR2, handle):
-        with pytest.raises(Boom) as raised:
-            work()
+    with handler(SIGNAL, handle), handler(signal.SIGUSR2, handle), pytest.raises(Boom) as raised:
+        work()
     assert ran == [SIGNAL, signal.SIGUSR2]
     assert raised.value.args == (signal.SIGUSR2,)
     assert isinstance(raised.value.__context__, Boom)
@@ -505,9 +520,9 @@ def test_two_signals_at_any_two_moments_run_their_handlers_once_each() -> None:
 
     with handler(SIGNAL, note), handler(signal.SIGUSR2, note):
         moments = 0
-        for first in range(1, 10_000):
+        for first in range(1, 10_000, 3):
             last = first
-            for second in range(first + 1, 10_000, 3):
+            for second in range(first + 1, 10_000, 13):
                 ran.clear()
                 arrival = Arrival({first: SIGNAL, second: signal.SIGUSR2}, by_bytecode=True)
                 arrival.during(work)
@@ -518,7 +533,7 @@ def test_two_signals_at_any_two_moments_run_their_handlers_once_each() -> None:
                 last, moments = second, moments + 1
             if last == first:
                 break
-        assert moments > 1000
+        assert moments > 100
 
 
 def test_a_section_of_another_thread_leaves_handlers_alone() -> None:
@@ -565,3 +580,24 @@ def test_a_child_that_another_thread_forks_has_the_handlers_of_the_program() -> 
 def test_there_is_one_state_of_handlers() -> None:
     assert isinstance(signals, HeldSignals)
     assert not signals.is_held
+
+
+def test_what_a_library_in_c_has_installed_stays(tmp_path: Path) -> None:
+    """faulthandler prints the stack, and calls the handler of the program then."""
+    ran: list[int] = []
+
+    @uninterrupted
+    def work() -> None:
+        signal.raise_signal(SIGNAL)
+
+    with handler(SIGNAL, lambda number, _: ran.append(number)), (tmp_path / "stack").open("w+") as file:
+        faulthandler.register(SIGNAL, file, all_threads=False, chain=True)
+        try:
+            for _ in range(3):
+                work()
+            signal.raise_signal(SIGNAL)
+        finally:
+            faulthandler.unregister(SIGNAL)
+        file.seek(0)
+        assert file.read().count("Stack (most recent call first)") == 4
+    assert len(ran) == 4

@@ -5,17 +5,21 @@ the worker's machine, its queues or its locks half changed. So every public call
 all Python handlers by one that only notes the signal, and restores them at the end. The noted signals are then passed
 to their handlers, and what these raise leaves the call.
 
-A call that waits does so in a wait that a signal ends (`HeldSignals.begin_wait`, `HeldSignals.pause`). The handlers run
-at that point, where nothing is half done, and the wait continues if they return. What a handler raises there passes
+A signal wakes a call that waits (`HeldSignals.begin_wait`, `HeldSignals.pause`). Its handler runs at that point, where
+nothing is half done, and the wait continues if it returns. What a handler raises there passes
 through kvd as `HandlerRaised`, which no `except Exception` or `except TimeoutError` catches; the end of the section
 raises the exception itself.
 
 Handlers are looked up at the beginning of each section, so it does not matter when they were installed, or by whom.
+What a library in C has installed over a Python handler, such as `faulthandler.register` with ``chain=True``, stays.
 Other threads never run handlers: on them a section does nothing.
+
+One thing is beyond reach: Python discards what is raised in finalizers and in callbacks of weak references.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import os
@@ -66,6 +70,21 @@ class Interrupt(Protocol):
     def end_wait(self) -> None: ...
 
 
+class _Action(ctypes.Structure):
+    """What the system does at a signal: `struct sigaction`."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ulong * (1024 // (8 * ctypes.sizeof(ctypes.c_ulong)))),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+_sigaction = ctypes.PyDLL(None).sigaction
+_sigaction.argtypes = (ctypes.c_int, ctypes.POINTER(_Action), ctypes.POINTER(_Action))
+
+
 class _Never:
     """A wait on a thread that runs no signal handlers."""
 
@@ -93,6 +112,9 @@ class HeldSignals:
         self._seen: list[Any] = []  # the handlers of all signals when the latest section began
         self._caught: list[int] = []  # the signals among them that have Python handlers
         self._handlers: dict[int, Any] = {}  # by number: what the program has installed
+        self._actions: dict[int, _Action] = {}  # what libraries in C have installed over them
+        self._action = _Action()
+        self._plain: tuple[Any, Any] | None = None  # handler and flags of what Python installs for its handlers
         self._note = self._noted_or_handled  # one object, which is recognised by its identity
         self._wake: Callable[[], object] | None = None
 
@@ -110,7 +132,12 @@ class HeldSignals:
                 handler = handlers[number - 1]
                 if handler is not self._note:
                     self._handlers[number] = handler
+                    _sigaction(number, None, self._action)
+                    if (self._action.handler, self._action.flags) != self._plain:
+                        self._actions[number] = _Action.from_buffer_copy(self._action)
                     _signal(number, self._note)
+            if self._actions:
+                self._keep_actions()
         except BaseException:
             self.hold()
             raise
@@ -123,11 +150,22 @@ class HeldSignals:
             for number in self._caught:
                 if _getsignal(number) is self._note:
                     _signal(number, self._handlers[number])
+            if self._actions:
+                self._keep_actions()
+                self._actions.clear()
         except BaseException:
             self.release()
             raise
         finally:
             self._handle_noted()
+
+    def _keep_actions(self) -> None:
+        """Installs what a library in C had installed, which `signal` has replaced."""
+        if self._plain is None:
+            _sigaction(next(iter(self._actions)), None, self._action)
+            self._plain = self._action.handler, self._action.flags
+        for number, action in self._actions.items():
+            _sigaction(number, action, None)
 
     def _noted_or_handled(self, number: int, frame: FrameType | None) -> None:
         """The handler of all signals during a section, and for the moment in which they are replaced and restored."""
@@ -232,14 +270,14 @@ def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
         @functools.wraps(function)
         async def in_steps(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-            return await _Stepped(function(*args, **kwargs))
+            return await _Stepped(functools.partial(function, *args, **kwargs))
 
         return in_steps  # type: ignore[return-value]
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
         def generator(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-            return _stepped(function(*args, **kwargs))
+            return _stepped(functools.partial(function, *args, **kwargs))
 
         return generator
 
@@ -276,16 +314,23 @@ def with_uninterrupted_methods(cls: Class) -> Class:
 class _Stepped:
     """Awaits a coroutine, each step of which is a section."""
 
-    def __init__(self, coroutine: Any) -> None:
-        self._coroutine = coroutine
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin = begin
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return _stepped(self._coroutine)
+        return _stepped(self._begin)
 
 
-def _stepped(inner: Any) -> Generator[Any, Any, Any]:
+def _stepped(begin: Callable[[], Any]) -> Generator[Any, Any, Any]:
     """Runs a coroutine or a generator. What a handler raises after a step is thrown into it, so that it cleans up."""
-    resume: Callable[[Any], Any] = inner.send
+    inner: Any = None
+
+    def first(argument: Any) -> Any:
+        nonlocal inner
+        inner = begin()
+        return inner.send(argument)
+
+    resume: Callable[[Any], Any] = first
     argument: Any = None
     while True:
         awaited: list[Any] = []  # what the step waits for; empty: it was the last

@@ -14,6 +14,7 @@ import numpy as np
 from kvd.client.calls.backend import Node
 from kvd.client.calls.checks import command_body, command_head, seconds, whole
 from kvd.client.calls.deadline import Deadline
+from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.tables import no_table_error, table_error
 from kvd.client.calls.values import fresh_target, paired, targets_by_name
@@ -53,6 +54,7 @@ class Reading(NamedTuple):
     values: list[Any]
 
 
+@with_uninterrupted_methods
 class Observer:
     """Looks into a cluster without a rank; no worker waits for it. `kvd.Observer` is its public form.
 
@@ -65,6 +67,7 @@ class Observer:
         ConnectError: no scheduler answers within `request_timeout_s`.
     """
 
+    @uninterrupted
     def __init__(self, config: Config, arrival: Arrival | None = None) -> None:
         self._config = config
         arrival = arrival or Arrival()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvd.client.calls.backend import store_type
 from kvd.client.calls.deadline import Deadline
+from kvd.client.calls.held_signals import uninterrupted
 from kvd.client.calls.snapshot_outcome import Outcome
 from kvd.client.cluster.answers import list_keys
 from kvd.client.cluster.backend import cluster_settings
@@ -59,6 +60,7 @@ class Preparation:
         own = self._snapshot.manifest.origin.type
         return own if own.startswith("dist") else "dist_sync"
 
+    @uninterrupted
     def make(self, loaded: Loaded, type_name: str, arrival: Arrival) -> Prepared:
         """Begins the run, and gives it the keys.
 

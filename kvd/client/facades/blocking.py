@@ -574,6 +574,7 @@ def stopped_in_loop(store: KVStore) -> bool:
     return store._backend.steps.is_behind_loops
 
 
+@uninterrupted
 def leave_at_once(store: KVStore) -> None:
     """Leaves in good order without flush and barrier: for a visitor whose request was refused."""
     store._life.abandon(failed=False)

@@ -6,7 +6,6 @@ import asyncio
 from types import TracebackType
 from typing import Any
 
-from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
 from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.observer import Observer as ClusterObserver
 from kvd.client.cluster.observer import Reading
@@ -14,7 +13,6 @@ from kvd.config import load
 from kvd.errors import NotAllowed
 
 
-@with_uninterrupted_methods
 class Observer:
     """Reads values of a running training without being one of its workers: it has no rank, and nobody waits for it.
 
@@ -37,7 +35,6 @@ class Observer:
         NotAllowed: an event loop is running on this thread, which the call would stop.
     """
 
-    @uninterrupted
     def __init__(self, **settings: Any) -> None:
         _check_may_block()
         loaded = load(settings, overrides_from="keyword")
