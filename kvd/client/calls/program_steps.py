@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
-from typing import Any
+from typing import ClassVar
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import key_list
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.core.places import Boundary, PlaceKind, Point, kind_of
@@ -312,11 +313,27 @@ class StepIteration:
             self._steps.end()
 
 
-class Steps:
-    """The steps of a loop: see `kvd.KVStore.steps`."""
+class _Loop(ProcessBound):
+    """The steps of a loop, for a blocking and for an async `for`."""
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "a loop over steps cannot be copied, pickled or saved, since it belongs to the store of this process: call "
+        "kv.steps in the process that makes the steps"
+    )
 
     def __init__(self, iteration: StepIteration) -> None:
         self._iteration = iteration
+
+    def close(self) -> None:
+        """Ends the loop early; `break` does so by itself, unless a variable holds these steps."""
+        self._iteration.close()
+
+    def __del__(self) -> None:
+        self._iteration.close()
+
+
+class Steps(_Loop):
+    """The steps of a loop: see `kvd.KVStore.steps`."""
 
     def __iter__(self) -> Steps:
         return self
@@ -339,19 +356,9 @@ class Steps:
             self._iteration.announced.result()
         return step
 
-    def close(self) -> None:
-        """Ends the loop early; `break` does so by itself, unless a variable holds these steps."""
-        self._iteration.close()
 
-    def __del__(self) -> None:
-        _close_dropped(self)
-
-
-class AsyncSteps:
+class AsyncSteps(_Loop):
     """The same for an event loop."""
-
-    def __init__(self, iteration: StepIteration) -> None:
-        self._iteration = iteration
 
     def __aiter__(self) -> AsyncSteps:
         return self
@@ -374,19 +381,6 @@ class AsyncSteps:
         if self._iteration.announced is not None:
             await self._iteration.announced
         return step
-
-    def close(self) -> None:
-        """See `Steps.close`."""
-        self._iteration.close()
-
-    def __del__(self) -> None:
-        _close_dropped(self)
-
-
-def _close_dropped(steps: Any) -> None:
-    iteration = getattr(steps, "_iteration", None)  # its arguments may have been wrong
-    if iteration is not None:
-        iteration.close()
 
 
 def _key_names(keys: object) -> list[str]:

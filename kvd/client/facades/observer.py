@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.cluster.observer import Observer as ClusterObserver
 from kvd.client.cluster.observer import Reading
 from kvd.config import load
 from kvd.errors import NotAllowed
 
 
-class Observer:
+class Observer(ProcessBound):
     """Reads values of a running training without being one of its workers: it has no rank, and nobody waits for it.
 
     In `dist_sync`, all keys of one `pull` are of one step: they are what they were when the workers had pushed the
@@ -33,6 +34,11 @@ class Observer:
         ConnectError: no scheduler answers within `request_timeout_s`, or its host is not known.
         NotAllowed: an event loop is running on this thread, which the call would stop.
     """
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "an observer cannot be copied, pickled or saved, since it belongs to the process that created it: create one "
+        "in each process, after its start"
+    )
 
     def __init__(self, **settings: Any) -> None:
         _check_may_block()
