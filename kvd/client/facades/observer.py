@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
 from typing import Any, ClassVar
 
 from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.cluster.observer import Observer as ClusterObserver
 from kvd.client.cluster.observer import Reading
+from kvd.client.facades.event_loops import check_may_block
 from kvd.config import load
-from kvd.errors import NotAllowed
 
 
 class Observer(ProcessBound):
@@ -32,7 +31,7 @@ class Observer(ProcessBound):
     Raises:
         ConfigError: a setting is wrong.
         ConnectError: no scheduler answers within `request_timeout_s`, or its host is not known.
-        NotAllowed: an event loop is running on this thread, which the call would stop.
+        NotAllowed: this is a coroutine, and the call would stop its event loop. In a notebook it blocks the cell.
     """
 
     _NOT_COPYABLE: ClassVar[str] = (
@@ -159,5 +158,4 @@ class Observer(ProcessBound):
 
 
 def _check_may_block() -> None:
-    if asyncio._get_running_loop() is not None:
-        raise NotAllowed("an observer blocks, and would stop the running event loop: use it in asyncio.to_thread(...)")
+    check_may_block("an observer blocks, and would stop the running event loop: use it in asyncio.to_thread(...)")
