@@ -64,12 +64,14 @@ def cell() -> Any:
     try:
         client.wait_for_ready(timeout=DEADLINE_S)
 
-        def run(code: str) -> str:
+        def run(code: str, interrupt_at: str = "") -> str:
             printed: list[str] = []
 
             def take(message: dict[str, Any]) -> None:
                 if message["msg_type"] == "stream":
                     printed.append(message["content"]["text"])
+                    if interrupt_at and interrupt_at in printed[-1]:
+                        manager.interrupt_kernel()
                 elif message["msg_type"] == "error":
                     printed.append("{ename}: {evalue}".format(**message["content"]))
 
@@ -94,6 +96,17 @@ def test_the_blocking_store_works_in_the_cells_of_a_notebook(kind: str, cell: Ca
                 continue  # the rank of the worker that has left is taken by a restarted one only
             code = code.replace("{kind!r}", repr(kind)).replace("{settings}", "" if kind == "local" else settings)
             assert cell(code) == printed, code
+
+
+def test_a_cell_that_waits_can_be_interrupted(cell: Callable[..., str]) -> None:
+    with LocalCluster(1, 1) as cluster:
+        begin = "import numpy as np, kvd; kv = kvd.create('dist_sync', scheduler={!r}, insecure={!r})"
+        assert cell(begin.format(cluster.address, bool(cluster.settings.get("insecure")))) == ""
+        assert cell("kv.init('w', np.zeros(2))") == ""
+        waits = "print('waits', flush=True)\nwhile True:\n    kv.pushpull('w', np.ones(2))"
+        assert cell(waits, interrupt_at="waits").endswith("KeyboardInterrupt:")
+        assert cell("print(kv.pull('w'))") in ("[0. 0.]", "[1. 1.]")
+        assert cell("kv.close()") == ""
 
 
 def test_lines_of_the_asyncio_shell_may_block() -> None:
