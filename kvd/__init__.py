@@ -24,6 +24,7 @@ from kvd.errors import (
     MergeMismatch,
     NodeLost,
     NotAllowed,
+    NotCopyable,
     NotResumed,
     ProtocolError,
     RemoteError,
@@ -85,6 +86,7 @@ __all__ = [
     "DtypeMismatch",
     "MergeMismatch",
     "NotAllowed",
+    "NotCopyable",
     "VersionUnavailable",
 ]
 

@@ -24,6 +24,7 @@
         ├── DtypeMismatch    (also a TypeError)
         ├── MergeMismatch    (also a ValueError)
         └── NotAllowed
+            ├── NotCopyable          a store cannot be copied or pickled (also a TypeError)
             └── VersionUnavailable   the servers do not have a version, or not yet
 
 The attributes carry what a program needs; the message says what a person can do next.
@@ -31,14 +32,27 @@ The attributes carry what a program needs; the message says what a person can do
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 Outcome = Literal["not_sent", "unknown"]
 """Whether a call that timed out left this process: surely not, or perhaps."""
 
 
 class KvdError(Exception):
-    """The root: ``except kvd.KvdError`` catches everything that kvd raises on purpose."""
+    """The root: ``except kvd.KvdError`` catches everything that kvd raises on purpose.
+
+    It can be pickled with its attributes, so a pool of processes can raise it where the result is awaited.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args), vars(self)
+
+
+def _unpickled(kind: type[KvdError], arguments: tuple[Any, ...]) -> KvdError:
+    """An error without its attributes, which follow."""
+    error = kind.__new__(kind)
+    error.args = arguments
+    return error
 
 
 class ConfigError(KvdError):
@@ -254,6 +268,13 @@ class MergeMismatch(RemoteError, ValueError):
 
 class NotAllowed(RemoteError):
     """The request makes no sense in the state that the cluster, the key or the store is in."""
+
+
+class NotCopyable(NotAllowed, TypeError):
+    """A store, or what belongs to one, cannot be copied, pickled or saved: it belongs to its process.
+
+    Also a TypeError, as Python raises for threads and sockets.
+    """
 
 
 class VersionUnavailable(NotAllowed):

@@ -5,20 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, ClassVar
 
 from kvd.client.calls.checks import patience
 from kvd.client.calls.held_signals import uninterrupted
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.calls.promise import Promise
 from kvd.core.requests import UncountedVersions
 from kvd.errors import RequestTimeout
 
 
-class Handle:
+class Handle(ProcessBound):
     """The promise of a call's result. Thread-safe, and awaitable in any event loop.
 
     The error of a push whose handle is never waited on is raised by the next call on its key, by `flush` or by `close`.
     """
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "a handle cannot be copied, pickled or saved, since its call is made by this process: wait for it here, and "
+        "pass the result on"
+    )
 
     def __init__(
         self,

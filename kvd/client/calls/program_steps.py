@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
-from typing import Any
+from typing import ClassVar
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.held_signals import with_uninterrupted_methods
 from kvd.client.calls.keys import key_list
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.core.places import Boundary, PlaceKind, Point, kind_of
@@ -345,11 +346,30 @@ class StepIteration:
 
 
 @with_uninterrupted_methods
-class Steps:
-    """The steps of a loop: see `kvd.KVStore.steps`."""
+class _Loop(ProcessBound):
+    """The steps of a loop, for a blocking and for an async `for`."""
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "a loop over steps cannot be copied, pickled or saved, since it belongs to the store of this process: call "
+        "kv.steps in the process that makes the steps"
+    )
 
     def __init__(self, iteration: StepIteration) -> None:
         self._iteration = iteration
+
+    def close(self) -> None:
+        """Ends the loop early; `break` does so by itself, unless a variable holds these steps."""
+        self._iteration.close()
+
+    def __del__(self) -> None:
+        iteration = getattr(self, "_iteration", None)  # a signal handler may have raised before it was set
+        if iteration is not None:
+            iteration.close()
+
+
+@with_uninterrupted_methods
+class Steps(_Loop):
+    """The steps of a loop: see `kvd.KVStore.steps`."""
 
     def __iter__(self) -> Steps:
         return self
@@ -374,20 +394,10 @@ class Steps:
             self._iteration.announced.result()
         return step
 
-    def close(self) -> None:
-        """Ends the loop early; `break` does so by itself, unless a variable holds these steps."""
-        self._iteration.close()
-
-    def __del__(self) -> None:
-        _close_dropped(self)
-
 
 @with_uninterrupted_methods
-class AsyncSteps:
+class AsyncSteps(_Loop):
     """The same for an event loop."""
-
-    def __init__(self, iteration: StepIteration) -> None:
-        self._iteration = iteration
 
     def __aiter__(self) -> AsyncSteps:
         return self
@@ -412,19 +422,6 @@ class AsyncSteps:
         if self._iteration.announced is not None:
             await self._iteration.announced
         return step
-
-    def close(self) -> None:
-        """See `Steps.close`."""
-        self._iteration.close()
-
-    def __del__(self) -> None:
-        _close_dropped(self)
-
-
-def _close_dropped(steps: Any) -> None:
-    iteration = getattr(steps, "_iteration", None)  # its arguments may have been wrong
-    if iteration is not None:
-        iteration.close()
 
 
 def _flag(name: str, value: object) -> bool:

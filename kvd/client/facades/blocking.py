@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -18,11 +17,11 @@ from kvd.client.calls.program_steps import StepIteration, Steps
 from kvd.client.calls.staleness import Staleness
 from kvd.client.cluster.joining import Arrival
 from kvd.client.facades.dead_nodes import count_dead
+from kvd.client.facades.event_loops import check_may_block
 from kvd.client.facades.life import StoreLife
 from kvd.client.facades.open import check_backend, open_backend
 from kvd.client.facades.properties import StoreProperties
 from kvd.client.registry import KVStoreBase, find_factory, make_store
-from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
 
 Key = Any
@@ -41,6 +40,8 @@ class KVStore(StoreProperties, KVStoreBase):
     it. Every call returns or raises before its deadline: its `timeout` in seconds, otherwise the setting
     `round_timeout_s` for what other workers owe it, and `request_timeout_s` for the answer of a node. If all workers
     wait for each other, their calls raise `Deadlock`. Thread-safe: the order of the clocks is the order of the calls.
+
+    Calls block, so in coroutines they raise NotAllowed: use `kvd.aio` there. In a notebook they block the cell.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -554,9 +555,8 @@ class KVStore(StoreProperties, KVStoreBase):
             self._life.abandon(failed=True)
 
     def _blocking(self) -> Backend:
-        """The backend, for a call that may block. Raises NotAllowed in an event loop."""
-        if asyncio._get_running_loop() is not None:
-            raise NotAllowed("a blocking call would stop the running event loop: use kvd.aio there, and await it")
+        """The backend, for a call that may block. Raises NotAllowed in coroutines."""
+        check_may_block("a blocking call would stop the running event loop: use kvd.aio there, and await it")
         return self._backend
 
 
@@ -564,7 +564,7 @@ def backend_of(store: KVStore, *, may_block: bool = True) -> Backend:
     """What the store stands on, for `Exchange` and for tests.
 
     Args:
-        may_block: the caller makes a call that may block, which raises NotAllowed in an event loop.
+        may_block: the caller makes a call that may block, which raises NotAllowed in coroutines.
     """
     return store._blocking() if may_block else store._backend
 
@@ -610,15 +610,14 @@ def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name
         ConfigError: a setting is wrong, or differs from the cluster's; or nothing has this name.
         ConnectError: no scheduler answers, or something else does at its address.
         RequestTimeout: servers or workers are missing; `waiting_for` names them.
-        NotAllowed: the cluster is full.
+        NotAllowed: the cluster is full; or this is a coroutine, which calls `kvd.aio.create`.
         SnapshotError: the setting `restore` wants a snapshot that cannot be restored, or the folder `snapshot_dir`
             cannot be used; in all workers.
     """
     factory = find_factory(type)
     if factory is not None:
         return make_store(type, factory, settings)
-    if asyncio._get_running_loop() is not None:
-        raise NotAllowed("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
+    check_may_block("kvd.create blocks, and would stop the running event loop: use await kvd.aio.create(...)")
     return _opened(type, settings)
 
 

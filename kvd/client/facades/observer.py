@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.observer import Observer as ClusterObserver
 from kvd.client.cluster.observer import Reading
+from kvd.client.facades.event_loops import check_may_block
 from kvd.config import load
-from kvd.errors import NotAllowed
 
 
-class Observer:
+class Observer(ProcessBound):
     """Reads values of a running training without being one of its workers: it has no rank, and nobody waits for it.
 
     In `dist_sync`, all keys of one `pull` are of one step: they are what they were when the workers had pushed the
@@ -32,8 +32,13 @@ class Observer:
     Raises:
         ConfigError: a setting is wrong.
         ConnectError: no scheduler answers within `request_timeout_s`, or something else does at its address.
-        NotAllowed: an event loop is running on this thread, which the call would stop.
+        NotAllowed: this is a coroutine, and the call would stop its event loop. In a notebook it blocks the cell.
     """
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "an observer cannot be copied, pickled or saved, since it belongs to the process that created it: create one "
+        "in each process, after its start"
+    )
 
     def __init__(self, **settings: Any) -> None:
         _check_may_block()
@@ -155,5 +160,4 @@ class Observer:
 
 
 def _check_may_block() -> None:
-    if asyncio._get_running_loop() is not None:
-        raise NotAllowed("an observer blocks, and would stop the running event loop: use it in asyncio.to_thread(...)")
+    check_may_block("an observer blocks, and would stop the running event loop: use it in asyncio.to_thread(...)")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvd.client.calls.backend import StoreFacts
+from kvd.client.calls.process_bound import ProcessBound
 
 CAPABILITIES = {"optimizer": True, "compression": True, "row_sparse": True, "bind": True}
 
 
-class StoreProperties:
+class StoreProperties(ProcessBound):
     """The identity of a store, which never changes, and what every store is capable of."""
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "a store cannot be copied, pickled or saved, since it belongs to the process that created it: create one in "
+        "each process, after its start, and leave it out of what an object with a store copies (its __getstate__)"
+    )
 
     def __init__(self, facts: StoreFacts) -> None:
         self._facts = facts

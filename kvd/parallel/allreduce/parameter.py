@@ -16,11 +16,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.facades.blocking import KVStore
 from kvd.client.facades.exchange import Exchange
 from kvd.compute.tensors import as_array, writable_view, write_back
@@ -31,7 +32,7 @@ from kvd.parallel.allreduce.codec import Floats, codec_named, fold
 FoldRule: TypeAlias = Literal["float32", "truncating"]
 
 
-class AllReduceParameter:
+class AllReduceParameter(ProcessBound):
     """One worker's part in a vector of parameters that all train together.
 
     Every worker makes one with the same arguments and calls `init`, `put_gradients` and `send_weight_partition`
@@ -62,6 +63,11 @@ class AllReduceParameter:
     Raises:
         ConfigError: an argument is out of range, or does not fit the store.
     """
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "an AllReduceParameter cannot be copied, pickled or saved, since it belongs to the store of this process: save "
+        "its weight_partition, and make one in each process, after its start"
+    )
 
     def __init__(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.facades.blocking import KVStore
 from kvd.errors import ConfigError, NotAllowed
 from kvd.optimizer import Optimizer
@@ -25,7 +26,7 @@ from kvd.parallel.group.split import SplitRule
 from kvd.parallel.models.model import Executor, GradReq, Model, ModelDescription
 
 
-class DataParallelExecutorGroup:
+class DataParallelExecutorGroup(ProcessBound):
     """Executors of one model on several devices, each for a part of the batch. After MXNet's class of this name.
 
     The loss is averaged over the whole batch on every device, so the gradient of the batch is the *sum* over the
@@ -61,6 +62,11 @@ class DataParallelExecutorGroup:
         ConfigError: a device that does not exist, requests or a split that make no sense, and what the model refuses.
         ShapeMismatch, DtypeMismatch: arrays of ``shared_group`` that do not fit.
     """
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "a group cannot be copied, pickled or saved, since its executors run in this process: save what get_params "
+        "gives, and make a group in each process, after its start"
+    )
 
     def __init__(
         self,

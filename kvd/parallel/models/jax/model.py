@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 import numpy as np
 
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Device, HostArray, Shape
@@ -18,7 +19,7 @@ from kvd.parallel.models.model import BindOptions, ModelDescription
 from kvd.parallel.models.outputs import OutputDescriptions
 
 
-class JaxModel:
+class JaxModel(ProcessBound):
     """``apply(params, *inputs)`` and its parameters, and optionally a loss.
 
     - ``params`` is a pytree of arrays. Each leaf is named by its path, joined by dots (``"dense.weight"``,
@@ -40,6 +41,11 @@ class JaxModel:
     Raises:
         ConfigError: ``params`` has a leaf that is not an array, or no leaf.
     """
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "a JaxModel cannot be copied, pickled or saved, since groups of this process use it: "
+        "save its parameters, and make a model of them in each process"
+    )
 
     def __init__(self, apply: Callable[..., Any], params: Any, loss: LossFunction | None = None) -> None:
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Unpack
+from typing import Any, ClassVar, Protocol, Unpack
 
 import torch
 
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.errors import ConfigError
 from kvd.parallel.batch import DataDesc
 from kvd.parallel.device import Device, HostArray, Shape
@@ -33,7 +34,7 @@ class Trained(Protocol):
         ...
 
 
-class TorchModel:
+class TorchModel(ProcessBound):
     """A module, and optionally a loss. Every device gets a deep copy of its own.
 
     - Parameters are those of ``named_parameters()`` that require a gradient, states (aux) those that do not and the
@@ -66,6 +67,11 @@ class TorchModel:
         ConfigError: ``module`` is not a module, or has lazy parameters without a shape; ``loss_reduction`` is neither
             of the two, contradicts the loss, or comes without a loss.
     """
+
+    _NOT_COPYABLE: ClassVar[str] = (
+        "a TorchModel cannot be copied, pickled or saved, since groups of this process use it: "
+        "save its module, and make a model of it in each process"
+    )
 
     def __init__(
         self,
