@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:  # `kvd --help` needs no client
 
 
 @contextlib.contextmanager
-def observer(doing: str) -> Iterator[Observer]:
+def observer(doing: str, job: str = "") -> Iterator[Observer]:
     """A connection that sees everything and joins nothing.
 
     Args:
         doing: what the block does, for a person who waits for it.
+        job: the job to look at, or one run of it as NAME@RUN; empty: that of the settings.
 
     Raises:
         ConnectError: no scheduler answers, or its host is not known.
@@ -30,6 +32,8 @@ def observer(doing: str) -> Iterator[Observer]:
         from kvd.client.cluster.observer import Observer
 
     config = current().load_client().config
+    if job:
+        config = dataclasses.replace(config, job=job)
     with told_when_slow(_connecting(config), config):
         cluster = Observer(config)
     with cluster, told_when_slow(doing, config):
