@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,10 @@ def status() -> None:
         if report["jobs"]:
             click.echo()
             print_runs(report["jobs"])
+        snapshot = report.get("last_snapshot")
+        if snapshot is not None:
+            click.echo()
+            click.echo(f"last snapshot: step {snapshot['step']}, {ago(time.time() - snapshot['at'])}")
         paths = _path_rows(report)
         if paths:
             click.echo()
