@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -21,11 +22,12 @@ NOBODY_THERE_S: Final = 2.0
 
 
 @contextlib.contextmanager
-def observer(doing: str) -> Iterator[Observer]:
+def observer(doing: str, job: str = "") -> Iterator[Observer]:
     """A connection that sees everything and joins nothing.
 
     Args:
         doing: what the block does, for a person who waits for it.
+        job: the job to look at, or one run of it as NAME@RUN; empty: that of the settings.
 
     Raises:
         ConnectError: no scheduler answers, or its host is not known.
@@ -34,7 +36,7 @@ def observer(doing: str) -> Iterator[Observer]:
         from kvd.client.cluster.observer import Observer
 
     loaded = current().load_client()
-    config = loaded.config
+    config = dataclasses.replace(loaded.config, job=job) if job else loaded.config
     with told_when_slow(_connecting(config), config) as patience:
         cluster = Observer(config, at_prompt(loaded, patience))
     with cluster, told_when_slow(doing, config):

@@ -212,8 +212,8 @@ def _quiet(report: Report, nodes: _Nodes) -> list[str]:
         return []
     return [
         f"quiet: no worker has pushed for {lasting(ago_s)}, where a step usually takes {lasting(usual_s)}. None waits "
-        "for another, so the programs evaluate, write a checkpoint or load data, or hang there: see where with py-spy "
-        f"dump --pid, for {nodes.described(workers)}."
+        "for another, so the programs evaluate, write a checkpoint or load data, or hang there. See where with py-spy "
+        f"dump --pid: {nodes.described(workers)}."
     ]
 
 

@@ -46,10 +46,10 @@ class OpenWaits:
             first, second = self._longest
             self._longest = max(first, ended_s), max(second, min(first, ended_s))
 
-    def since(self, name: _Name) -> float | None:
-        """When the wait was first seen at its present mark; None if it was not open at the last look."""
+    def since(self, name: _Name, mark: object) -> float | None:
+        """When the wait was first seen at this mark; None if it was not, or was not open any more at the last look."""
         wait = self._open.get(name)
-        return None if wait is None else wait.since
+        return None if wait is None or wait.mark != mark else wait.since
 
     def oldest_first(self) -> list[_Name]:
         """The names of the open waits, the oldest first."""

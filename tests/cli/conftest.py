@@ -77,7 +77,7 @@ def status(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
                 return given
 
         @contextlib.contextmanager
-        def observer(doing: str) -> Iterator[Stub]:
+        def observer(doing: str, job: str = "") -> Iterator[Stub]:
             yield Stub()
 
         monkeypatch.setattr(cluster, "observer", observer)

@@ -128,6 +128,10 @@ def test_programs_side_by_side(daemons: Daemons, hold: Hold) -> None:
     hold.wait_for("worker-0", "worker-1")
     assert_trained(daemons.program("--job", "b"))
     assert daemons.jobs() == [("a", "running"), ("b", "ended")]
+    _, shown, err = daemons.ask("doctor", "-o", "json")
+    assert [(other["job"], other["healthy"], len(other["members"])) for other in json.loads(shown)["other_jobs"]] == [
+        ("a", True, 3)
+    ], err
     (stranger,) = ended([daemons._start("worker", "--job", "a", "--", sys.executable, "train.py")])
     assert stranger[0] == 1
     assert stranger[2].splitlines()[-1].startswith("kvd.errors.JobBusy: "), stranger

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import Result
 
+from kvd.errors import NotAllowed
 from kvd.protocol.messages import EXIT_BARRIER
+from kvd_cli import cluster
 from kvd_cli.health import Health, health_of
+from kvd_cli.options import current
 from tests.cli.reports import member, report, server
 
 MEMBERS = [member("server", 0), *(member("worker", rank) for rank in range(3))]
@@ -269,3 +274,53 @@ def test_doctor_exits_with_1(status: Callable[..., Result]) -> None:
     assert as_json["healthy"] is False
     assert as_json["advice"][0].startswith("stalled: ")
     assert as_json["servers"][0]["open_rounds"][0]["waits_for"] == ["worker 1"]
+
+
+# ── several jobs ──
+
+NO_JOB = report(server(0), members=MEMBERS[:1])
+RUNS = [
+    {"job": "a", "run": "1a", "phase": "running", "workers": 3, "num_workers": 3},
+    {"job": "b", "run": "1b", "phase": "ended", "workers": 3, "num_workers": 3},
+    {"job": "c", "run": "1c", "phase": "failing", "workers": 3, "num_workers": 3},
+    {"job": "default", "run": "1d", "phase": "running", "workers": 3, "num_workers": 3},
+]
+
+
+@pytest.fixture
+def doctor(kvd: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs ``kvd doctor`` against a cluster with these reports, by the name under which a job is asked for. A key that
+    is not allowed to see a job has none."""
+
+    def run(by_job: dict[str, Any], *flags: str) -> Result:
+        @contextlib.contextmanager
+        def observer(doing: str, job: str = "") -> Iterator[Any]:
+            current().load_client()
+            if job not in by_job:
+                raise NotAllowed("this key is of other jobs")
+            yield SimpleNamespace(status=lambda: {**by_job[job], "jobs": RUNS})
+
+        monkeypatch.setattr(cluster, "observer", observer)
+        return kvd("doctor", *flags)
+
+    return run
+
+
+def test_all_jobs_under_way_are_examined(doctor: Callable[..., Result]) -> None:
+    stalled = given(open_round("worker 1"))
+    result = doctor({"": {**NO_JOB, "missing": ["server 1"]}, "a@1a": {**stalled, "missing": ["server 1"]}})
+    assert result.exit_code == 1
+    first, second = result.stdout.splitlines()
+    assert first.startswith("missing: server 1.")  # once
+    assert second.startswith("job 'a': stalled: round 6 of key 'w'")
+    as_json = json.loads(doctor({"": NO_JOB, "a@1a": stalled, "c@1c": NO_JOB}, "-o", "json").stdout)
+    assert [(other["job"], other["run"], other["healthy"]) for other in as_json["other_jobs"]] == [
+        ("a", "1a", False),
+        ("c", "1c", True),
+    ]
+    assert as_json["healthy"] is False
+
+
+def test_one_job_that_is_named_is_examined_alone(doctor: Callable[..., Result]) -> None:
+    result = doctor({"": NO_JOB, "a@1a": given(open_round("worker 1"))}, "--job", "b")
+    assert (result.exit_code, result.stdout) == (0, "all is well\n")

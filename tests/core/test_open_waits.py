@@ -21,12 +21,13 @@ def test_the_age_of_a_wait_counts_from_its_present_mark() -> None:
     waits = OpenWaits()
     waits.look({"a": 1, "b": 1}, 1.0)
     waits.look({"a": 2, "b": 1}, 2.0)
-    assert (waits.since("a"), waits.since("b"), waits.since("c")) == (2.0, 1.0, None)
+    assert (waits.since("a", 2), waits.since("b", 1), waits.since("c", 1)) == (2.0, 1.0, None)
+    assert waits.since("a", 3) is None  # it has gone on since the last look
     assert waits.oldest_first() == ["b", "a"]
     waits.look({"a": 2}, 3.0)
-    assert (waits.since("a"), waits.since("b")) == (2.0, None)
+    assert (waits.since("a", 2), waits.since("b", 1)) == (2.0, None)
     waits.look({"a": 2, "b": 1}, 4.0)
-    assert waits.since("b") == 4.0
+    assert waits.since("b", 1) == 4.0
 
 
 @pytest.mark.parametrize(

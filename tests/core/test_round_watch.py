@@ -63,6 +63,9 @@ def test_a_round_that_stays_open_has_an_age_and_names_for_whom_it_waits(harness:
     }
     assert explained(harness)["steps_per_s"] == 0.0
     harness.push(1, 6)
+    harness.push(0, 7)
+    assert explained(harness)["open_rounds"] == []  # the next round has been open for no time
+    harness.push(1, 7)
     passes(harness, 1)
     assert explained(harness)["open_rounds"] == []
 

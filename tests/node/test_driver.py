@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 
 import pytest
 
+import kvd
 from kvd.core.machine import (
     SCHEDULER,
     CallerPeer,
@@ -78,7 +81,11 @@ def test_payloads_reports_and_pieces() -> None:
 
     async def program() -> None:
         harness.driver.feed(call(1))
-        assert [payload for _, _, payload in harness.transport.sent] == [b"cde", b'{"role": "scripted"}', b""]
+        piece, report, nothing = [payload for _, _, payload in harness.transport.sent]
+        assert (piece, nothing) == (b"cde", b"")
+        shown = json.loads(report)
+        assert (shown["role"], shown["version"], shown["pid"]) == ("scripted", kvd.__version__, os.getpid())
+        assert shown["uptime_s"] >= 0
         refused = harness.transport.sent[2][1]
         assert (refused.request, refused.error) == (3, ErrorCode.NOT_ALLOWED)
         whole = bytearray(6)

@@ -8,6 +8,7 @@ before.
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 from kvd.client.calls.deadline import Deadline
@@ -16,7 +17,7 @@ from kvd.client.calls.snapshot_outcome import Outcome
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.errors import RequestTimeout, SnapshotError
-from kvd.protocol.messages import MemberState
+from kvd.protocol.messages import LAST_SNAPSHOT, MemberState
 
 NAME = "kvd:snapshot written"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
@@ -34,9 +35,9 @@ class Publication:
         self._is_writer = is_writer
         self._latest: Promise | None = None
 
-    def announce(self, writing: Promise, token: str) -> Promise:
-        """Worker 0 tells the others how the writing ends."""
-        self._latest = self._engine.run(self._announced(writing, token))
+    def announce(self, writing: Promise, token: str, steps: int) -> Promise:
+        """Worker 0 tells the others how the writing ends of the snapshot after so many steps."""
+        self._latest = self._engine.run(self._announced(writing, token, steps))
         return self._latest
 
     def await_it(self, token: str) -> Promise:
@@ -50,7 +51,11 @@ class Publication:
             with suppress(Exception):  # its handle has it
                 await self._latest
 
-    async def _announced(self, writing: Promise, token: str) -> None:
+    async def record(self, steps: int) -> None:
+        """Leave a note that the snapshot after so many steps is written, for `kvd status`."""
+        await self._engine.call(requests.Tell(LAST_SNAPSHOT, f"{steps} {time.time():.0f}"))
+
+    async def _announced(self, writing: Promise, token: str, steps: int) -> None:
         failure: BaseException | None = None
         outcome = Outcome(token=token)
         try:
@@ -58,6 +63,8 @@ class Publication:
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for this snapshot any more
             failure = error
             outcome = Outcome.of_error(error)._replace(token=token)
+        if failure is None:
+            await self.record(steps)
         await self._engine.call(requests.Tell(NAME, outcome.to_note()))
         if failure is not None:
             raise failure

@@ -56,8 +56,9 @@ class _Meeting(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What worker 0 has read, and where it goes."""
+    """What worker 0 has read after so many steps, and where it goes."""
 
+    steps: int
     snapshot: NextSnapshot
     contents: Sequence[Sequence[KeyContent]]
 
@@ -260,6 +261,7 @@ class ClusterSnapshots:
                         await asyncio.to_thread(snapshot.add_group, contents)
                 self._lost.check()
                 await asyncio.to_thread(snapshot.finish)
+            await self._publication.record(steps)
         return Outcome(steps, self._lineage)
 
     async def _read_state(self, folder: Path, steps: int, token: str = "") -> Outcome:
@@ -272,14 +274,14 @@ class ClusterSnapshots:
             contents = [await state.read(names) for names in snapshot.groups]
             self._lost.check()
         token = token or secrets.token_hex(8)
-        self._read_by_token[token] = _Read(snapshot, contents)
+        self._read_by_token[token] = _Read(steps, snapshot, contents)
         return Outcome(steps, self._lineage, token=token)
 
     def _write_behind(self, token: str, *, scheduled: bool = False) -> Handle:
         """Has the thread write what was read."""
-        snapshot, contents = self._read_by_token.pop(token)
+        steps, snapshot, contents = self._read_by_token.pop(token)
         self._writing = SnapshotWriting(snapshot, contents, self._schedule.published if scheduled else None)
-        return Handle(self._publication.announce(self._writing.promise, token), what="snapshot")
+        return Handle(self._publication.announce(self._writing.promise, token, steps), what="snapshot")
 
     async def _begin_again(self, folder: Path, steps: int, token: str) -> Handle:
         """The predecessor of this worker died with what it had read. In synchronous stores the values are still there:
@@ -295,7 +297,7 @@ class ClusterSnapshots:
             ended.set_result(None)  # it had been written
         except KvdError as error:
             ended.set_exception(error)
-        return Handle(self._publication.announce(ended, token), what="snapshot")
+        return Handle(self._publication.announce(ended, token, steps), what="snapshot")
 
     async def _next(self, folder: Path, steps: int, state: StateReader) -> NextSnapshot | None:
         """The snapshot that is to be written; None: this very one is there already."""

@@ -45,9 +45,9 @@ class StoreProperties(ProcessBound):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the workers that `num_workers` counts, in order. ``sum(rank < kv.rank for rank in kv.ranks)``
-        of `num_workers` is this worker's share of the data. Workers notice a change one after the other, so in the step in which one comes or goes, two may
-        see different ones."""
+        """The ranks of the workers that `num_workers` counts, in order. This worker's place among them, for its share
+        of the data, is ``sum(rank < kv.rank for rank in kv.ranks)``. Workers notice a change one after the other, so
+        two of them may see different ranks in the step in which a worker comes or goes."""
         taking_part = self._facts.taking_part
         return tuple(range(self._facts.num_workers)) if taking_part is None else taking_part()
 

@@ -37,18 +37,21 @@ class Gatherings:
         """Note at which barriers and points workers wait now, for the ages in `describe`."""
         if now >= self._look_at:
             self._look_at = now + LOOK_S
-            self._waits.look({**self.barriers.generations(), **self.points.generations()}, now)
+            self._waits.look(self._generations(), now)
+
+    def _generations(self) -> dict[str, int]:
+        return {**self.barriers.generations(), **self.points.generations()}
 
     def describe(self, now: float) -> list[dict[str, object]]:
         """Barriers and points at which workers wait, the oldest first: who is there, who is missing, and for how long.
 
         At a point, and at the barrier at the end of the programs, waiting is no standstill however long it takes.
         """
-        open_ = self.open()
+        open_, generations = self.open(), self._generations()
         shown = []
         for name in self._waits.oldest_first()[:MAX_SHOWN]:
-            since = self._waits.since(name)
-            if since is None or not isinstance(name, str) or name not in open_:
+            since = self._waits.since(name, generations.get(str(name)))
+            if since is None or not isinstance(name, str):
                 continue
             may_last = name.startswith(OF_PROGRAMS) or name == EXIT_BARRIER
             shown.append(

@@ -7,6 +7,9 @@ from kvd.core.scheduler.gatherings import Gatherings
 from kvd.core.scheduler.liveness import Liveness
 from kvd.core.scheduler.partitions import Partitions
 from kvd.core.scheduler.roster import Roster, Seat
+from kvd.protocol.messages import LAST_SNAPSHOT
+
+MAX_DIGITS = 18
 
 
 def run_report(
@@ -18,8 +21,16 @@ def run_report(
         "missing": roster.missing(),
         "barriers": gatherings.open(),
         "barrier_waits": gatherings.describe(now),
+        "last_snapshot": _last_snapshot(gatherings),
     }
     return {**shown, "partitions": partitions.report()} if partitions.count else shown
+
+
+def _last_snapshot(gatherings: Gatherings) -> dict[str, object] | None:
+    """The last snapshot that the program has written: after how many steps, and when, in seconds since 1970."""
+    step, _, at = gatherings.barriers.said(LAST_SNAPSHOT, 0).text.partition(" ")
+    is_valid = all(number.isdecimal() and len(number) <= MAX_DIGITS for number in (step, at))
+    return {"step": int(step), "at": int(at)} if is_valid else None
 
 
 def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:

@@ -119,18 +119,20 @@ class RoundWatch:
         shown: set[tuple[str, ...]] = set()
         waits_for: tuple[str, ...]
         for name in self._waits.oldest_first()[:MAX_EXAMINED]:
-            since, usual_s = self._waits.since(name), None
-            if since is None or len(shown) == MAX_SHOWN:
+            if len(shown) == MAX_SHOWN:
                 return
+            usual_s = None
             if name == _LOOKUP:
                 key, number, waits_for = self._keys.awaited_key, 0, (name_of("worker", 0),)
+                since = self._waits.since(name, key)
             else:
                 group = self._table.groups.get(name) if isinstance(name, int) else None
                 if group is None or not group.waiting:
                     continue
+                since = self._waits.since(name, group.log.closed)
                 key, number, usual_s = group.key, group.log.closed + (group.log.closing is None), group.log.pace.usual_s
                 waits_for = self._blockers(group)
-            if key is None or not waits_for or waits_for in shown:
+            if key is None or since is None or not waits_for or waits_for in shown:
                 continue
             shown.add(waits_for)
             yield {

@@ -1,0 +1,47 @@
+"""The status of a cluster says after which step its program has written its last snapshot, and when."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvd
+from kvd.client.cluster.observer import Observer
+from kvd.config import load
+from kvd.errors import SnapshotError
+from kvd.testing.cluster import LocalCluster
+from tests.client.harness import ones
+
+
+def last_snapshot(cluster: LocalCluster) -> Any:
+    with Observer(load({**cluster.settings, "scheduler": cluster.address}).config) as observer:
+        return observer.status()["last_snapshot"]
+
+
+@pytest.mark.parametrize("call", ["snapshot", "snapshot_async"])
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_the_step_and_the_time(tmp_path: Path, kind: str, call: str) -> None:
+    with LocalCluster(1, 1) as cluster:
+
+        def program(kv: kvd.KVStore) -> None:
+            kv.init("w", ones() * 0)
+            assert last_snapshot(cluster) is None
+            for step in kv.steps(3):
+                kv.pushpull("w", ones())
+                if step == 1:
+                    before = int(time.time())
+                    taken = getattr(kv, call)(tmp_path / "taken")
+                    if taken is not None:
+                        taken.wait()
+                    seen = last_snapshot(cluster)
+                    assert seen["step"] in (1, 2)
+                    assert before <= seen["at"] <= time.time() + 1
+                    (tmp_path / "file").touch()
+                    with pytest.raises(SnapshotError):
+                        kv.snapshot(tmp_path / "file" / "not possible")
+                    assert last_snapshot(cluster) == seen
+
+        cluster.run(program, kind)
