@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `kvd --help` needs no client
     from kvd.client.facades.blocking import KVStore
     from kvd.config import Config, Loaded
 
-NOBODY_THERE_S: Final = 2.0
+NOBODY_THERE_S: Final = 1.5
 """How long a command without ``--timeout`` tries a name that is not known, or an address where nothing listens."""
 
 

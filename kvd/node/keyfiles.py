@@ -209,14 +209,16 @@ def _privacy_advice(path: Path, owner: int) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
-    advice = "make this process's user its owner"
+    owner = None
     with suppress(OSError):
-        if isinstance(error, PermissionError) and path.stat().st_uid == 0:
-            advice = (
-                f"let a group of this process read it (as root: chgrp {os.getegid()} {path}, chmod 640 {path}); for a "
-                "volume of a Kubernetes Secret set securityContext.fsGroup of the pod"
-            )
-    return _unusable(str(path), f"cannot be read ({error.strerror}): {advice}")
+        owner = path.stat().st_uid
+    if owner == 0 and isinstance(error, PermissionError):
+        return _unusable(
+            str(path),
+            f"cannot be read ({error.strerror}): let a group of this process read it (as root: chgrp {os.getegid()} "
+            f"{path}, chmod 640 {path}); for a volume of a Kubernetes Secret set securityContext.fsGroup of the pod",
+        )
+    return _unusable(str(path), f"cannot be read ({error.strerror}): make this process's user its owner")
 
 
 def _open_folder(path: Path, trusted: Sequence[int]) -> str | None:

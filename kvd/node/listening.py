@@ -15,7 +15,7 @@ from kvd.config import Address, Config, Role, parse_address, tcp_address
 from kvd.errors import ConfigError, ConnectError
 from kvd.node.scheduler_search import Notices, in_daemon_thread
 from kvd.observe.log import event
-from kvd.transport.reaching import UnknownNameError, connect_to_any, is_name, look_up
+from kvd.transport.reaching import UnknownNameError, connect_to_any, is_name, look_up, number_of
 
 logger = logging.getLogger("kvd.node")
 
@@ -32,17 +32,14 @@ def address_towards(other: Address) -> str:
     Raises:
         OSError: there is no route to it, no number is known for its name, or none of several accepts connections.
     """
-    number: str
     found = look_up(other.host, other.port)
     if len(found) > 1:
         with connect_to_any(other.host, other.port, ACCEPT_WITHIN_S) as connection:
-            number = connection.getsockname()[0]
-            return number
+            return number_of(connection.getsockname())
     family, where = found[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # only chooses the route
-        number = probe.getsockname()[0]
-        return number
+        return number_of(probe.getsockname())
 
 
 def listen_address(config: Config, role: Role, towards: Callable[[Address], str] = address_towards) -> str:
@@ -101,7 +98,7 @@ def own_addresses(address: str) -> list[str]:
     if not is_name(parsed) or parsed.host in [name for _, name in socket.if_nameindex()]:
         return [address]
     found = look_up(parsed.host, parsed.port)
-    own = [tcp_address(where[0], parsed.port) for family, where in found if _is_own(family, where)]
+    own = [tcp_address(number_of(where), parsed.port) for family, where in found if _is_own(family, where)]
     if not own:
         numbers = ", ".join(str(where[0]) for _, where in found)
         raise ConnectError(

@@ -184,7 +184,10 @@ class KeyWait:
 
     def describe(self) -> str:
         """Return what is missing, and what to do."""
-        return f"{no_answer(self.finding, self._config.scheduler)}, and {no_key(user_key_path())}"
+        where, finding = self._config.scheduler, self.finding
+        has_keys = finding is not None and finding.outcome is Outcome.WITH_KEYS
+        scheduler = f"a scheduler answers at {where}" if has_keys else no_answer(finding, where)
+        return f"{scheduler}, and {no_key(user_key_path())}"
 
     def stop(self) -> None:
         """End the wait, from any thread."""
@@ -193,8 +196,8 @@ class KeyWait:
 
 def no_answer(finding: Finding | None, address: str) -> str:
     """That no scheduler answers, and why, as far as that is known."""
-    if finding is not None and finding.outcome in (Outcome.WITH_KEYS, Outcome.SUCCEEDED):
-        return f"a scheduler answers at {address}"
+    if finding is not None and finding.outcome is Outcome.SUCCEEDED:
+        return f"the scheduler at {address} accepts connections, and does not answer"
     if finding is not None and finding.outcome is Outcome.UNKNOWN_NAME:
         return f"the host {parse_address(address).host!r} of {address} is not known here ({finding.detail})"
     reason = f" ({finding.detail})" if finding is not None and finding.detail else ""
@@ -209,6 +212,8 @@ def remedy(finding: Finding | None, address: str, size: str = "") -> str:
         address: of the scheduler.
         size: flags of `kvd scheduler` with the size of the cluster.
     """
+    if finding is not None and finding.outcome is Outcome.SUCCEEDED:
+        return "look at its log, and whether its process is stopped"
     if finding is not None and finding.outcome is Outcome.UNKNOWN_NAME:
         return "correct the scheduler's address (--scheduler, KVD_SCHEDULER), or give the host's number"
     return f"start one there (kvd scheduler --scheduler {address}{size}), or set KVD_SCHEDULER to where it is"

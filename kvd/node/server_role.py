@@ -45,7 +45,7 @@ from kvd.transport.curve import Curve
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
 from kvd.transport.probe import Finding
-from kvd.transport.reaching import UnknownNameError
+from kvd.transport.reaching import UnknownNameError, with_zone
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -128,7 +128,7 @@ class ServerRole:
             "server",
             config.node_id or f"server-{secrets.token_hex(6)}",
             new_incarnation(),
-            reachable(address),
+            with_zone(reachable(address), ""),  # interfaces have other names on other hosts
             host_id(),
             os.getpid(),
             NO_RANK if config.preferred_rank is None else config.preferred_rank,

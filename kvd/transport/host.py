@@ -30,6 +30,7 @@ from kvd.transport.link_seeker import TURNED_OFF, LinkSeeker
 from kvd.transport.link_sockets import tcp_address_of
 from kvd.transport.offered import MapBudget
 from kvd.transport.offers import InvalidOfferError, Kind, is_about_links, unpack
+from kvd.transport.reaching import with_zone, zone_of
 from kvd.transport.sealing import remedy_for
 from kvd.transport.segments import Arena
 from kvd.transport.sink import Sink
@@ -88,6 +89,7 @@ class HostTransport:
         self._seeker = LinkSeeker(self._ask, self._opened, self._not_opened, unix=shared_memory, tcp=sought)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
+        self._zone = ""  # the interface that leads to the scheduler, if its address names one
         self._links: dict[Peer, Link] = {}  # those that are up, opened by us or accepted
         self._zmq_reasons: dict[Peer, str] = {}  # why a peer that we connected to has no link
         self._waiting: dict[Peer, Waiting] = {}  # messages to peers for which a link is looked for
@@ -124,6 +126,10 @@ class HostTransport:
     def connect(self, peer: Peer, address: str, key: str = "") -> None:
         """Opens a ZeroMQ connection and, if the peer is a server that offers one, a link."""
         self.disconnect(peer)
+        if peer.kind is PeerKind.SCHEDULER:
+            self._zone = zone_of(address)
+        elif self._zone:
+            address = with_zone(address, self._zone)
         self._zmq.connect(peer, address, key)
         if not self._seeker.may_seek:
             self._zmq_reasons[peer] = TURNED_OFF

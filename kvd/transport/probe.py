@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvd.config import Address, parse_address, tcp_address
 from kvd.transport.curve import Curve
-from kvd.transport.reaching import UnknownNameError, connect_to_any
+from kvd.transport.reaching import UnknownNameError, connect_to_any, number_of
 
 _GREETING_BYTES: Final = 64
 _OPENING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
@@ -124,8 +124,8 @@ def _number_of(connection: socket.socket, address: str) -> str:
     if connection.family == socket.AF_UNIX:
         return address
     with suppress(OSError):  # the other side has hung up
-        host, port = connection.getpeername()[:2]
-        return tcp_address(host, port)
+        where = connection.getpeername()
+        return tcp_address(number_of(where), where[1])
     return address
 
 

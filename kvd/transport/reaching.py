@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 import select
 import socket
 import time
@@ -14,6 +15,10 @@ from kvd.config import Address
 
 MOST_ADDRESSES: Final = 16
 """Addresses of one name that are tried."""
+
+_LINK_LOCAL: Final = re.compile(
+    r"(?P<host>tcp://\[fe[89ab][0-9a-f]:[0-9a-f:]*)(?:%(?P<zone>[^\]]+))?(?=\])", re.IGNORECASE
+)
 
 SocketAddress: TypeAlias = tuple[int, Any]
 """Family, and the address as `socket.connect` takes it."""
@@ -32,6 +37,26 @@ def is_name(address: Address) -> bool:
     except ValueError:
         return True
     return False
+
+
+def zone_of(address: str) -> str:
+    """Return the interface in a link-local address of IPv6, such as ``eth0``; "" if there is none."""
+    match = _LINK_LOCAL.match(address)
+    return match["zone"] or "" if match is not None else ""
+
+
+def with_zone(address: str, zone: str) -> str:
+    """Return an address with another interface, if it is a link-local one; "": with none.
+
+    Interfaces have names on their own host only: others reach the address by the interface that leads to the scheduler.
+    """
+    return _LINK_LOCAL.sub(rf"\g<host>{f'%{zone}' if zone else ''}", address)
+
+
+def number_of(where: Any) -> str:
+    """Return the number in a socket's address; a link-local one of IPv6 with its interface."""
+    number, scope = str(where[0]), where[3] if len(where) > 3 else 0
+    return f"{number}%{socket.if_indextoname(scope)}" if scope and "%" not in number else number
 
 
 def look_up(host: str, port: int) -> list[SocketAddress]:
@@ -96,9 +121,9 @@ def number_that_accepts(host: str, port: int, timeout_s: float) -> str:
     """
     found = look_up(host, port)
     if len(found) == 1:
-        return str(found[0][1][0])
+        return number_of(found[0][1])
     with connect_to_any(host, port, timeout_s) as connection:
-        return str(connection.getpeername()[0])
+        return number_of(connection.getpeername())
 
 
 def _begin(connection: socket.socket, where: Any) -> int:

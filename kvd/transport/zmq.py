@@ -119,7 +119,7 @@ class ZmqTransport:
             self._curve.secure_listener(router)
         bound = []
         for each in (address, *others):
-            router.setsockopt(zmq.IPV6, int("[" in each))
+            router.setsockopt(zmq.IPV6, int("[" in each or each.startswith("tcp://*")))  # * is every family
             try:
                 router.bind(each)
             except zmq.ZMQError as error:

@@ -167,6 +167,11 @@ def test_the_words_of_the_last_error_are_used() -> None:
     unknown = Finding(Outcome.UNKNOWN_NAME, "Name or service not known")
     assert no_answer(unknown, where) == f"the host 'trainer' of {where} is not known here (Name or service not known)"
     assert "start one there" in remedy(REFUSED, where)
+    assert (
+        no_answer(Finding(Outcome.SUCCEEDED), where)
+        == f"the scheduler at {where} accepts connections, and does not answer"
+    )
+    assert "whether its process is stopped" in remedy(Finding(Outcome.SUCCEEDED), where)
     assert "correct the scheduler's address" in remedy(unknown, where)
 
 

@@ -61,8 +61,7 @@ def open_cluster(kind: StoreType, loaded: Loaded, arrival: Arrival) -> Backend:
         ConnectError, RequestTimeout, ConfigError, NotAllowed: see `Engine` and `Joining.wait`.
     """
     deadline = Deadline(loaded.config.join_timeout_s)  # waiting for a key counts
-    wanted = cluster_settings(loaded, kind)
-    engine = arrival.start(loaded.config, "worker", wanted, deadline, operator=arrival.operator)
+    engine = arrival.start(loaded.config, "worker", cluster_settings(loaded, kind), deadline)
     try:
         rank = Joining(engine, arrival).wait(deadline)
     except BaseException:

@@ -69,9 +69,7 @@ class Arrival:
         """Wait until `wake` or a signal, for `seconds` at most. May return early."""
         signals.pause(self._woken, seconds)
 
-    def start(
-        self, config: Config, role: str, settings: Settings, deadline: Deadline, *, operator: bool = False
-    ) -> Engine:
+    def start(self, config: Config, role: str, settings: Settings, deadline: Deadline) -> Engine:
         """Start a node of the cluster, once its key has been made.
 
         Raises:
@@ -80,12 +78,15 @@ class Arrival:
             RequestTimeout: the arrival was given up.
         """
         limit_s = deadline.left_s()
-        tell = lambda: self.tell(f"{text()}; this gives up after {limit_s:g} s")  # noqa: E731
-        wait = self._key_wait = KeyWait(config, role, tell, self.sleep)
+        wait = self._key_wait = KeyWait(
+            config, role, lambda: self.tell(f"{text()}; this gives up after {limit_s:.3g} s"), self.sleep
+        )
 
         def text() -> str:
             return self.no_cluster(config, role, wait.finding) or wait.describe()
 
+        if self.given_up:
+            raise given_up_error()
         try:
             wait.run(time.monotonic() + (limit_s if self.patience_s is None else 0.0))
         except ConfigError:
@@ -95,17 +96,19 @@ class Arrival:
             raise
         if self.given_up:
             raise given_up_error()
-        return Engine(config, role, settings, operator=operator)
+        return Engine(config, role, settings, operator=self.operator)
 
     def no_cluster(self, config: Config, role: str, finding: Finding | None) -> str:
         """That this host runs no cluster, and how to start one; "" if a scheduler is named, or something listens."""
         if self.scheduler_given or finding is None or finding.outcome is not Outcome.REFUSED:
             return ""
-        program = program_command() if role == "worker" and not self.operator else ""
+        trains = role == "worker" and not self.operator
+        program = program_command() if trains else ""
+        alone = ', or call kvd.create("local") to train in this process alone' if trains else ""
         return (
             f"no cluster is running here: kvd launch -n 2 -s 1 -- {program or 'python train.py'}\n"
-            f"(no setting names a scheduler, and {no_answer(finding, config.scheduler)}; set KVD_SCHEDULER to join one "
-            'elsewhere, or call kvd.create("local") to train in this process alone)'
+            f"(no setting names a scheduler, and {no_answer(finding, config.scheduler)}; set KVD_SCHEDULER to one "
+            f"elsewhere{alone})"
         )
 
     def unanswered(self, engine: Engine, size: str = "") -> str:

@@ -10,7 +10,7 @@ from kvd.errors import ConfigError
 from kvd.node.listening import LOOPBACK
 
 LOOPBACK_NUMBER = "127.0.0.1"
-_EVERYWHERE = "tcp://0.0.0.0:0"
+_EVERYWHERE, _EVERYWHERE_IPV4 = "tcp://*:0", "tcp://0.0.0.0:0"
 
 
 class Reach:
@@ -70,15 +70,9 @@ class Reach:
                 "give --scheduler tcp://ADDRESS:PORT with an address of this host that all hosts reach",
                 setting="scheduler",
             )
-        if len(self._outside) == 1:
+        if len(self._outside) == 1 and "%" not in self._outside[0]:  # behind it is an interface of the other host
             return tcp_address(self._outside[0], 0)
-        if any(":" in number for number in self._outside):
-            raise ConfigError(
-                f"the hosts reach this one by {', '.join(self._outside)}, where no scheduler can listen at once: give "
-                "--scheduler tcp://ADDRESS:PORT with an address of this host that all hosts reach",
-                setting="scheduler",
-            )
-        return _EVERYWHERE
+        return _EVERYWHERE if any(":" in number for number in self._outside) else _EVERYWHERE_IPV4
 
 
 def _is_loopback(number: str) -> bool:
