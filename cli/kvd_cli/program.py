@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 import click
 
+import kvd
 from kvd.errors import KvdError
 from kvd.node.exit_codes import exit_code_of
 from kvd_cli import interrupts
@@ -82,7 +83,7 @@ class Kvd(click.Group):
 
 
 @click.group(cls=Kvd, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="kvd-ps", prog_name="kvd")
+@click.version_option(kvd.__version__, prog_name="kvd")
 @common_options()
 def cli() -> None:
     """A parameter server: keeps the weights of a model while workers on many machines train it.
