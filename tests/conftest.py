@@ -17,6 +17,7 @@ from hypothesis import settings
 from kvd.node.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
 from tests.environments import LANES, WITHOUT_KEYS
+from tests.phases import FAILURES_OPTION
 
 settings.register_profile("kvd", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("kvd")
@@ -28,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=PATHS,
         default=LocalCluster.default_path,
         help="how messages travel in the clusters of tests that do not name a path",
+    )
+    parser.addoption(
+        FAILURES_OPTION, type=Path, metavar="FILE", help="write the names of the tests that fail to this file"
     )
     parser.addoption("--kvd-insecure", action="store_true", help="tests that are not about keys use none")
     parser.addoption(
@@ -51,6 +55,15 @@ def _make_keys(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
     os.environ["XDG_CONFIG_HOME"] = str(home)
     write_key(home / "kvd" / "cluster.key", new_cluster_key())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write the names for `tests.phases`."""
+    file = config.getoption(FAILURES_OPTION)
+    if file is not None:
+        reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+        names = dict.fromkeys(str(report.nodeid) for report in reports)
+        file.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of a module make clusters

@@ -295,7 +295,7 @@ def command(head: str, body: str) -> None:
 
 @click.command()
 @click.argument("name", default="")
-@common_options()
+@common_options(output_flags=())
 def barrier(name: str) -> None:
     """Wait at a barrier until all workers have reached it.
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from kvd_cli.flags import common_options
-
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@common_options()
 def completion(shell: str) -> None:
     """Print the completion script of a shell.
 

@@ -26,7 +26,7 @@ _READY_FILE = click.option(
 @click.command()
 @_READY_FILE
 @setting_options(role="scheduler", leave_out=["role"])
-@common_options()
+@common_options(output_flags=())
 def scheduler(ready_file: Path | None) -> None:
     """Run the scheduler, which tracks the nodes of a cluster."""
     _run_daemon("scheduler", ready_file)
@@ -35,7 +35,7 @@ def scheduler(ready_file: Path | None) -> None:
 @click.command()
 @_READY_FILE
 @setting_options(role="server", leave_out=["role"])
-@common_options()
+@common_options(output_flags=())
 def server(ready_file: Path | None) -> None:
     """Run a server, which keeps values and updates them."""
     _run_daemon("server", ready_file)
@@ -44,7 +44,7 @@ def server(ready_file: Path | None) -> None:
 @click.command(context_settings={"ignore_unknown_options": False})
 @click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
 @setting_options(role="worker", leave_out=["role"])
-@common_options()
+@common_options(output_flags=())
 def worker(command: tuple[str, ...]) -> None:
     """Run CMD as a worker of a cluster.
 

@@ -19,6 +19,9 @@ _PREFIX: Final = "common_"
 _COMMON_SETTINGS: Final = {"scheduler": ("-S",), "job": (), "keyfile": (), "insecure": ()}
 """The settings that every command has a flag for, with further spellings."""
 
+NO_CLUSTER: Final = ("scheduler", "job", "insecure", "timeout_s")
+"""Common options that change nothing in a command that asks no cluster."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
@@ -97,18 +100,25 @@ def _store_setting(ctx: click.Context, param: click.Parameter, value: object) ->
 def common_options(
     *, output_flags: Sequence[str] = ("-o", "--output"), leave_out: Iterable[str] = ()
 ) -> Callable[[Command], Command]:
-    """The options that every command has.
+    """The options that commands share.
 
     Args:
-        output_flags: the flags of the output format, for commands where ``-o`` means something else.
-        leave_out: settings that get no flag, for commands where it means something else.
+        output_flags: the flags of the output format: others where ``-o`` means something else, none where nothing is
+            written to stdout.
+        leave_out: settings that get no flag, for commands where they mean something else or nothing. ``timeout_s`` is
+            the deadline.
     """
-    settings = {name: short for name, short in _COMMON_SETTINGS.items() if name not in leave_out}
-    timeout = named_setting("request_timeout_s")
-    decorators = [
-        *(_setting_option(named_setting(name), *short) for name, short in settings.items()),
-        _common(*output_flags, name="output", type=click.Choice(OUTPUT_FORMATS), help="output format"),
-        _common("--timeout", name="timeout_s", type=SettingType(timeout), help="how long to wait, such as 5s"),
+    left_out = set(leave_out)
+    settings = {name: short for name, short in _COMMON_SETTINGS.items() if name not in left_out}
+    decorators = [_setting_option(named_setting(name), *short) for name, short in settings.items()]
+    if output_flags:
+        decorators.append(
+            _common(*output_flags, name="output", type=click.Choice(OUTPUT_FORMATS), help="output format")
+        )
+    if "timeout_s" not in left_out:
+        deadline = SettingType(named_setting("request_timeout_s"))
+        decorators.append(_common("--timeout", name="timeout_s", type=deadline, help="how long to wait, such as 5s"))
+    decorators += [
         _common(
             "--config", name="file", type=click.Path(path_type=Path, dir_okay=False),
             help="settings file  [KVD_CONFIG; default: kvd.toml, /etc/kvd/kvd.toml]",

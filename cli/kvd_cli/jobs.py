@@ -41,7 +41,7 @@ def _workers(run: Mapping[str, Any]) -> str:
 
 
 @jobs.command()
-@common_options()
+@common_options(output_flags=())
 @click.argument("name")
 def end(name: str) -> None:
     """End the latest run of the job NAME, and free its memory. NAME@RUN ends one that is over."""
@@ -50,7 +50,7 @@ def end(name: str) -> None:
 
 
 @click.command()
-@common_options()
+@common_options(output_flags=())
 @click.option("--force", is_flag=True, help="even if a job is running")
 def shutdown(force: bool) -> None:
     """End the scheduler and all servers."""

@@ -12,7 +12,7 @@ import click
 
 from kvd.errors import ConfigError
 from kvd_cli import interrupts
-from kvd_cli.flags import common_options
+from kvd_cli.flags import NO_CLUSTER, common_options
 from kvd_cli.options import current
 from kvd_cli.output import print_json, print_table
 
@@ -31,7 +31,7 @@ _OUT: Final = click.option(
 
 
 @click.group()
-@common_options()
+@common_options(leave_out=NO_CLUSTER)
 def key() -> None:
     """Make, show and copy the key that opens a cluster.
 
@@ -40,7 +40,7 @@ def key() -> None:
 
 
 @key.command()
-@common_options()
+@common_options(leave_out=NO_CLUSTER)
 def show() -> None:
     """Show which key this user's processes have (--keyfile: another one). The secret part is not shown."""
     with interrupts.nothing_begun():
@@ -52,7 +52,7 @@ def show() -> None:
 
 @key.command()
 @_OUT
-@common_options()
+@common_options(leave_out=NO_CLUSTER)
 def new(out: Path | None) -> None:
     """Make the key of a cluster, in a file that only this user can read."""
     with interrupts.nothing_begun():
@@ -67,7 +67,7 @@ def new(out: Path | None) -> None:
 
 @key.command()
 @click.option("--force", is_flag=True, help="even to a terminal")
-@common_options()
+@common_options(output_flags=(), leave_out=NO_CLUSTER)
 def export(force: bool) -> None:
     """Write the key file to stdout, for a pipe: kvd key export | ssh HOST kvd key import"""
     with interrupts.nothing_begun():
@@ -83,7 +83,7 @@ def export(force: bool) -> None:
 
 @key.command("import")
 @_OUT
-@common_options()
+@common_options(leave_out=NO_CLUSTER)
 def import_(out: Path | None) -> None:
     """Read a key file from stdin, and keep it as this user's key: kvd key export | ssh HOST kvd key import"""
     with interrupts.nothing_begun():

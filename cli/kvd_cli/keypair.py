@@ -12,7 +12,7 @@ from kvd.core.principals import KeyRole
 from kvd.errors import ConfigError
 from kvd.files import read_file
 from kvd_cli import interrupts
-from kvd_cli.flags import common_options
+from kvd_cli.flags import NO_CLUSTER, common_options
 from kvd_cli.options import current
 from kvd_cli.output import print_json
 
@@ -25,7 +25,7 @@ _SECRET: Final = re.compile(r"^\s*secret\s*=", re.MULTILINE)  # stands before an
 
 
 @click.group()
-@common_options()
+@common_options(leave_out=NO_CLUSTER)
 def keypair() -> None:
     """Make keys for single nodes, for clusters whose parties do not trust each other."""
 
@@ -50,7 +50,7 @@ def keypair() -> None:
     "--job", "jobs", metavar="PATTERN", multiple=True,
     help="which jobs a worker or observer may be part of, such as 'vision-*'; can be repeated  [default: all]",
 )  # fmt: skip
-@common_options(leave_out=["job"])
+@common_options(leave_out=NO_CLUSTER)
 def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ...], jobs: tuple[str, ...]) -> None:
     """Make a key for the node NAME, in a file that only this user can read.
 

@@ -11,14 +11,12 @@ from typing import Any, Final
 import click
 
 from kvd.config import Config, Loaded
-from kvd.errors import ConfigError
 from kvd.node.affinity import MOST_AUTO_SERVERS, auto_servers, usable_cores
 from kvd.node.launch import Host, Job, RestartRule, parse_hosts, run
 from kvd_cli.flags import common_options, setting_options
 from kvd_cli.options import OF_ONE_PROCESS, current
 from kvd_cli.prefix import Prefixer
 
-_PLACES = ("local", "slurm", "ray", "kubernetes")
 AUTO: Final = 0
 """As a number of servers: the number that suits this machine."""
 
@@ -39,9 +37,6 @@ class ServerCount(click.IntRange):
 @click.command()
 @click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
 @click.option(
-    "--on", "place", type=click.Choice(_PLACES), default="local", show_default=True, help="where the job runs"
-)
-@click.option(
     "--restart", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="restart each process that failed under its old name, up to N times: workers, the scheduler, and with "
     "--replicas 2 servers; with --restore auto also the whole job, if keys are lost; at once, then after 1 s, 2 s, "
@@ -54,7 +49,7 @@ class ServerCount(click.IntRange):
 @click.option(
     "--hosts", metavar="HOST[:SLOTS],…",
     help="run on these hosts through ssh, with SLOTS workers (default: 1) on each, and one server on each unless -s "
-    "is given; they need the same checkout and environment as this host, at the same paths",
+    "says otherwise; they need the same checkout and environment as this host, at the same paths",
 )  # fmt: skip
 @click.option(
     "--ssh", metavar="COMMAND", help="with --hosts: how they are reached, such as 'ssh -p 2222'  [default: ssh]"
@@ -65,15 +60,14 @@ class ServerCount(click.IntRange):
 )  # fmt: skip
 @click.option(
     "-s", "--num-servers", "servers", type=ServerCount(), metavar="INTEGER|auto",
-    help="number of servers in the job; auto: one for each core that the workers leave, from 1 to "
-    f"{MOST_AUTO_SERVERS}  [KVD_NUM_SERVERS]",
+    help="number of servers in the job; auto: one for each core that the workers leave, at least as many as replicas "
+    f"and at most {MOST_AUTO_SERVERS}  [KVD_NUM_SERVERS; default: auto, or one on each host]",
 )  # fmt: skip
 @setting_options(leave_out=(*OF_ONE_PROCESS, "num_servers"), short={"num_workers": "-n", "cpu_affinity": "--affinity"})
-@common_options()
+@common_options(output_flags=())
 def launch(
     command: tuple[str, ...],
     servers: int | None,
-    place: str,
     restart: int,
     grace: float,
     hosts: str | None,
@@ -93,8 +87,6 @@ def launch(
     if servers:
         options.settings["num_servers"] = servers
     loaded = options.load_daemon()
-    if place != "local":
-        raise ConfigError(f"--on {place} is not available yet: use --hosts, or start the daemons")
     if ssh is not None and hosts is None:
         raise click.UsageError("--ssh says how the --hosts are reached: give --hosts, too")
     parsed = () if hosts is None else _hosts(hosts, loaded.config, servers)
@@ -133,12 +125,11 @@ def _sizes(loaded: Loaded, servers: int | None, hosts: Sequence[Host]) -> tuple[
     """The numbers of workers and servers."""
     config = loaded.config
     sizes = {"num_workers": config.num_workers, "num_servers": config.num_servers}
-    if servers == AUTO and config.num_workers > 0:
-        sizes["num_servers"] = auto_servers(config.num_workers, len(usable_cores()))
     if hosts and loaded.origin["num_workers"] == "default":
         sizes["num_workers"] = sum(host.slots for host in hosts)
-    if hosts and loaded.origin["num_servers"] == "default":
-        sizes["num_servers"] = len(hosts)
+    if servers == AUTO or loaded.origin["num_servers"] == "default":
+        suitable = len(hosts) or auto_servers(sizes["num_workers"], len(usable_cores()))
+        sizes["num_servers"] = max(suitable, config.replicas)
     for name, flag in (("num_workers", "-n"), ("num_servers", "-s")):
         if sizes[name] < 1:
             option = f"{flag} N (--{name.replace('_', '-')})"

@@ -63,7 +63,7 @@ def _value_arguments(command: Command) -> Command:
 @click.command()
 @_value_arguments
 @click.option("--merge", type=click.Choice(MERGES), help="how pushes to it are merged; default: as in the cluster")
-@common_options()
+@common_options(output_flags=())
 def init(key: str, file: Path, dtype: str | None, merge: str | None) -> None:
     """Create KEY with the array in FILE.npy as its value.
 
@@ -76,7 +76,7 @@ def init(key: str, file: Path, dtype: str | None, merge: str | None) -> None:
 
 @click.command()
 @_value_arguments
-@common_options()
+@common_options(output_flags=())
 def push(key: str, file: Path, dtype: str | None) -> None:
     """Push the array in FILE.npy to KEY.
 

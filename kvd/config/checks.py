@@ -167,13 +167,3 @@ def quorum_problems(
             f"quorum_grace_s = {quorum_grace_s:g} is not shorter than round_timeout_s = {round_timeout_s:g}, after "
             "which calls end that wait for a worker: the rounds would never go on without it",
         )
-
-
-def unavailable_problems(*, metrics_bind: str) -> Iterator[Problem]:
-    """Values that are planned but not built yet: ignoring them would promise what nobody does."""
-    if metrics_bind:
-        yield (
-            "metrics_bind",
-            f"metrics_bind = {metrics_bind!r}: the metrics page is not built yet; leave metrics_bind empty, and ask "
-            "kvd status -o json",
-        )

@@ -72,14 +72,24 @@ class Config:
         used_by=("scheduler",),
     )
     replicas: int = declare(1, "number of copies of every value; with 2, any one server may die", minimum=1, maximum=2)
-    num_shards: int = declare(840, "number of placement slots", minimum=1, maximum=4096)
+    num_shards: int = declare(
+        840, "number of placement slots", minimum=1, maximum=4096, used_by=("scheduler", "worker")
+    )
     merge: str = declare(
-        "sum", "how contributions are merged, of keys without a merge of their own", choices=("sum", "mean", "weighted")
+        "sum",
+        "how contributions are merged, of keys without a merge of their own",
+        choices=("sum", "mean", "weighted"),
+        used_by=("scheduler", "worker"),
     )
     staleness: int | None = declare(
-        None, "clocks by which a worker may lead the slowest one in dist_async; none: no limit", minimum=0
+        None,
+        "clocks by which a worker may lead the slowest one in dist_async; none: no limit",
+        minimum=0,
+        used_by=("scheduler", "worker"),
     )
-    rounds_ahead: int = declare(2, "rounds by which a worker may lead the open one in dist_sync", minimum=1)
+    rounds_ahead: int = declare(
+        2, "rounds by which a worker may lead the open one in dist_sync", minimum=1, used_by=("scheduler", "worker")
+    )
 
     # The job
     job: str = declare("default", "name of the job; programs under different names share the daemons")
@@ -113,6 +123,7 @@ class Config:
         unit="bytes",
         minimum=4 * KiB,
         maximum=16 * MiB,
+        used_by=("scheduler", "worker"),
     )
     credit_bytes: int = declare(
         32 * MiB, "most bytes in flight to each server", unit="bytes", minimum=4 * KiB, used_by=("worker",)
@@ -151,8 +162,12 @@ class Config:
 
     # Liveness and deadlines
     heartbeat_interval_s: float = declare(1.0, "time between two heartbeats", unit="s", minimum=0.01)
-    server_timeout_s: float = declare(5.0, "silence after which a server counts as dead", unit="s", minimum=0.02)
-    worker_timeout_s: float = declare(20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02)
+    server_timeout_s: float = declare(
+        5.0, "silence after which a server counts as dead", unit="s", minimum=0.02, used_by=("scheduler",)
+    )
+    worker_timeout_s: float = declare(
+        20.0, "silence after which a worker counts as dead", unit="s", minimum=0.02, used_by=("scheduler",)
+    )
     join_timeout_s: float = declare(
         300.0,
         "how long a worker waits until its cluster is complete, and a server for its scheduler",
@@ -164,15 +179,23 @@ class Config:
         "how long a call that sets no deadline waits for the answer of a server or the scheduler",
         unit="s",
         minimum=0.02,
+        used_by=("server", "worker"),
     )
     round_timeout_s: float = declare(
-        1800.0, "how long a call that sets no deadline waits for other workers that are alive", unit="s", minimum=0.02
+        1800.0,
+        "how long a call that sets no deadline waits for other workers that are alive",
+        unit="s",
+        minimum=0.02,
+        used_by=("worker",),
     )
-    notice_s: float = declare(10.0, "after this time a call that waits says for whom", unit="s", minimum=0.02)
+    notice_s: float = declare(
+        10.0, "after this time a call that waits says for whom", unit="s", minimum=0.02, used_by=("worker",)
+    )
     on_worker_loss: str = declare(
         "fail",
         "what happens when a worker dies: calls that wait for it fail, or wait for its return, or go on without it",
         choices=("wait", "fail", "shrink"),
+        used_by=("scheduler", "server"),
     )
     quorum: int = declare(
         0,
@@ -188,8 +211,7 @@ class Config:
         used_by=("scheduler",),
     )
 
-    # Metrics and log
-    metrics_bind: str = declare("", "HOST:PORT of the metrics page; not built yet, leave it empty")
+    # The log
     log_format: str = declare(
         "auto", "format of the log; auto: text on a terminal, else json", choices=("auto", "text", "json")
     )
@@ -226,7 +248,6 @@ class Config:
         yield from checks.identity_problems(self.node_id)
         yield from checks.job_problems(self.job)
         yield from checks.key_problems(keyfile=self.keyfile, allowed_keys=self.allowed_keys, insecure=self.insecure)
-        yield from checks.unavailable_problems(metrics_bind=self.metrics_bind)
         yield from checks.loss_problems(
             on_worker_loss=self.on_worker_loss, num_workers=max(self.num_workers, self.max_workers)
         )

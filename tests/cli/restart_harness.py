@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-DEADLINE_S: Final = 60.0
+DEADLINE_S: Final = 200.0  # programs import torch, and the machine may be busy
 
 HOLD: Final = '''
 """Holds the first process of each worker in its 50th push, until it is told to go on."""

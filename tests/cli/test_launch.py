@@ -214,6 +214,11 @@ def test_an_interrupted_job(spawn: Spawn) -> None:
         (5, ["-s", "auto"], {}, 1),
         (9, ["-s", "auto"], {}, 1),
         (2, ["-s", "auto"], {"KVD_NUM_SERVERS": "7"}, 4),
+        (2, [], {}, 4),
+        (6, [], {}, 1),
+        (6, ["--replicas", "2"], {}, 2),
+        (6, ["-s", "auto"], {"KVD_REPLICAS": "2"}, 2),
+        (2, [], {"DMLC_NUM_SERVER": "3"}, 3),
         (2, [], {"KVD_NUM_SERVERS": "7"}, 7),
     ],
 )
@@ -260,7 +265,6 @@ def test_the_launcher_knows_how_many_copies_there_are(
         return 0
 
     monkeypatch.setattr("kvd_cli.launch.run", take)
-    monkeypatch.setattr("kvd.config.checks.unavailable_problems", lambda **_: ())
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(cli, ["launch", "-n", "1", "-s", "2", *flags, "--", "true"])
@@ -284,7 +288,7 @@ def test_an_invalid_number_of_servers_is_refused(servers: str, clean_environment
         (("-s", "1"), {}, "give -n N (--num-workers): how many the job has"),
         (("-n", "1", "-s", "1", "--replicas", "2"), {}, "replicas = 2 needs at least 2 servers"),
         (("-n", "1", "-s", "1"), {"KVD_REPLICAS": "2"}, "replicas = 2 needs at least 2 servers"),
-        (("--hosts", "localhost:2", "--replicas", "2"), {}, "replicas = 2 needs at least 2 servers"),
+        (("--hosts", "localhost:2", "-s", "1", "--replicas", "2"), {}, "replicas = 2 needs at least 2 servers"),
     ],
 )
 def test_sizes_that_no_job_can_have(
@@ -321,7 +325,14 @@ def test_hosts_that_make_no_sense(flags: list[str], says: str, kvd: Kvd) -> None
 
 
 @pytest.mark.parametrize(
-    ("flags", "sizes"), [([], (3, 2)), (["-n", "2"], (2, 2)), (["-s", "1"], (3, 1)), (["-n", "1", "-s", "5"], (1, 5))]
+    ("flags", "sizes"),
+    [
+        ([], (3, 2)),
+        (["--replicas", "2"], (3, 2)),
+        (["-n", "2"], (2, 2)),
+        (["-s", "1"], (3, 1)),
+        (["-n", "1", "-s", "5"], (1, 5)),
+    ],
 )
 def test_the_hosts_say_how_many_workers_and_servers_there_are(
     flags: list[str], sizes: tuple[int, int], kvd: Kvd, monkeypatch: pytest.MonkeyPatch

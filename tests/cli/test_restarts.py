@@ -18,6 +18,8 @@ from kvd.testing.cluster import wait_until
 from tests.cli.restart_harness import DEADLINE_S, Hold, readme_program
 from tests.environments import without_settings
 
+pytestmark = pytest.mark.timeout(300)  # longer than the deadline of a program
+
 Spawn = Callable[..., "subprocess.Popen[str]"]
 
 

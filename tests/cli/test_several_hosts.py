@@ -20,6 +20,7 @@ from kvd_cli.demo import ENOUGH
 from tests.cli.restart_harness import ROOT, readme, readme_program, readme_results
 from tests.node.launch.lan_harness import Lan, lan_or_skip
 
+pytestmark = pytest.mark.timeout(300)  # of pytest: longer than the deadline of a program
 DEADLINE_S = 200.0  # three hosts on one machine, which may be busy
 SCHEDULER, SERVER, WORKER = 1, 2, 3  # README gives the scheduler 10.0.0.1
 

@@ -40,8 +40,6 @@ Refusal = Callable[..., ConfigError]
         ({"quorum": 2, "staleness": 1}, "quorum", "is about the rounds of dist_sync, and staleness = 1"),
         ({"quorum": 1, "quorum_grace_s": "30m"}, "quorum_grace_s", "is not shorter than round_timeout_s = 1800"),
         ({"max_workers": 2, "num_workers": 3}, "max_workers", "with which the job begins"),
-        ({"metrics_bind": "127.0.0.1:9100"}, "metrics_bind", "the metrics page is not built yet; leave metrics_bind"),
-        ({"metrics_bind": "9100"}, "metrics_bind", "the metrics page is not built yet"),
         ({"node_id": "two words"}, "node_id", "without spaces"),
         ({"node_id": "n" * 129}, "node_id", "128"),
         ({"scheduler": "127.0.0.1:9191"}, "scheduler", "tcp://HOST:PORT or ipc://PATH"),

@@ -94,10 +94,10 @@ def test_text_of_values(name: str, value: str | int | float | None, text: str) -
 
 
 def test_what_was_set_back_to_its_default_wins_in_the_child_too(tmp_path: Path) -> None:
-    (tmp_path / "kvd.toml").write_text('slice_bytes = "2MiB"\nstaleness = 4\nmetrics_bind = "127.0.0.1:1"\n')
-    loaded = load({"slice_bytes": "1MiB", "staleness": None, "metrics_bind": ""}, environ=NOTHING)
+    (tmp_path / "kvd.toml").write_text('slice_bytes = "2MiB"\nstaleness = 4\nstate_dir = "/state"\n')
+    loaded = load({"slice_bytes": "1MiB", "staleness": None, "state_dir": ""}, environ=NOTHING)
     passed = loaded.environment()
-    assert passed == {"KVD_SLICE_BYTES": "1MiB", "KVD_STALENESS": "none", "KVD_METRICS_BIND": ""}
+    assert passed == {"KVD_SLICE_BYTES": "1MiB", "KVD_STALENESS": "none", "KVD_STATE_DIR": ""}
     assert load(environ=passed).config == loaded.config
 
 

@@ -58,10 +58,10 @@ def test_none_among_the_overrides_is_a_value_only_where_it_can_be_one() -> None:
 
 
 def test_an_empty_variable_is_not_set_unless_empty_is_the_default(tmp_path: Path) -> None:
-    (tmp_path / "kvd.toml").write_text('merge = "mean"\nmetrics_bind = "127.0.0.1:9100"\n')
-    loaded = load(environ={"KVD_MERGE": "", "KVD_METRICS_BIND": "", "KVD_NUM_WORKERS": " ", "RANK": ""})
+    (tmp_path / "kvd.toml").write_text('merge = "mean"\nstate_dir = "/state"\n')
+    loaded = load(environ={"KVD_MERGE": "", "KVD_STATE_DIR": "", "KVD_NUM_WORKERS": " ", "RANK": ""})
     assert (loaded.config.merge, loaded.origin["merge"]) == ("mean", "kvd.toml:1")
-    assert (loaded.config.metrics_bind, loaded.origin["metrics_bind"]) == ("", "KVD_METRICS_BIND")
+    assert (loaded.config.state_dir, loaded.origin["state_dir"]) == ("", "KVD_STATE_DIR")
     assert loaded.origin["num_workers"] == loaded.origin["preferred_rank"] == "default"
 
 
