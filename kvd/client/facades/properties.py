@@ -38,8 +38,8 @@ class StoreProperties:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the workers that `num_workers` counts, in order. ``sum(rank < kv.rank for rank in kv.ranks)``
-        of `num_workers` is this worker's share of the data. Workers notice a change one after the other, so in the step in which one comes or goes, two may
-        see different ones."""
+        of `num_workers` is this worker's share of the data. Workers notice a change one after the other, so in the
+        step in which one comes or goes, two may see different ones."""
         taking_part = self._facts.taking_part
         return tuple(range(self._facts.num_workers)) if taking_part is None else taking_part()
 
