@@ -60,8 +60,8 @@ def test_a_newcomer_finds_what_the_others_have_left_and_takes_part_when_it_says_
 def test_a_newcomer_does_not_skip_steps_that_only_the_others_know() -> None:
     """No optimizer is set on the servers: what the steps have changed is in the memory of the first worker."""
 
-    def make(kv: kvd.KVStore, total: int, **how: bool) -> Iterator[int]:
-        for step in kv.steps(total, **how):
+    def make(kv: kvd.KVStore, total: int) -> Iterator[int]:
+        for step in kv.steps(total):
             kv.pushpull("w", ones())
             yield step
 

@@ -304,6 +304,42 @@ def test_another_program_does_not_go_on_where_its_predecessor_stopped(orphaned: 
         each(kv, 9, lambda step: kv.push(["a", "b"], [ones(), ones()]), keys, restored=True)
 
 
+# ── what a module has besides its parameters ──
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["0 after", "2 before", "2 pushed", "2 after", "over"])
+def test_buffers_travel_as_keys_that_each_step_broadcasts(point: str, rank: int) -> None:
+    """As docs/consistency.md shows it: BatchNorm's running statistics continue, too."""
+    torch = pytest.importorskip("torch")
+
+    def program(kv: kvd.KVStore, crash: Crash) -> bytes:
+        module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        for number, parameter in enumerate(module.parameters()):
+            torch.nn.init.constant_(parameter, 0.1 * (number + 1))
+        params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        kv.broadcast([*params, *buffers], [*params.values(), *buffers.values()])
+        kv.set_optimizer(kvd.optimizer.SGD(0.1, momentum=0.9))
+        kv.pull([*params, *buffers], out=[*params.values(), *buffers.values()])
+        for step in kv.steps(4, list(params)):
+            crash(f"{step} before")
+            data = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + kv.rank))
+            module.zero_grad()
+            (module(data) ** 2).mean().backward()
+            kv.pushpull(list(params), [p.grad for p in params.values()], out=list(params.values()))
+            crash(f"{step} pushed")
+            kv.broadcast(list(buffers), list(buffers.values()))
+            crash(f"{step} after")
+        crash("over")
+        return b"".join(tensor.detach().numpy().tobytes() for tensor in (*params.values(), *buffers.values()))
+
+    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
+        expected, other = cluster.run(lambda kv: program(kv, lambda seen: None))
+        assert expected == other
+    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
+        assert run_with_a_death(cluster, "dist_sync", program, rank, point) == [expected] * 2
+
+
 # ── steps were made without this process, and the servers have no optimizer ──
 
 
@@ -346,7 +382,7 @@ def test_a_program_may_say_that_it_has_restored_its_state(orphaned: Any) -> None
     assert pushes_in_steps(9, restored=True)(kv) == [5, 6, 7, 8]
     assert pushes_in_steps(9)(kv) == list(range(9))  # whatever this process did itself needs no word
     with pytest.raises(NotAllowed, match="restored is True or False, not 1"):
-        kv.steps(9, restored=1)  # type: ignore[arg-type]
+        kv.steps(9, restored=1)
 
 
 @pytest.mark.parametrize("point", ["0 before", "2 before", "2 half", "4 after", "over"])

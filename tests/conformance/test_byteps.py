@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvd
+import kvd.aio
+from kvd.errors import KeyNotFound, ShapeMismatch
 from kvd.optimizer import SGD
 from kvd.testing.cluster import LocalCluster
 
@@ -17,7 +20,7 @@ SIZES = [("local", 1), ("device", 1), ("dist_sync", 1), ("dist_sync", 3)]
 
 def run(kind: str, workers: int, program: Any) -> list[Any]:
     """The results of all workers."""
-    if not kind.startswith("dist"):
+    if kind in ("local", "device"):
         with kvd.create(kind) as kv:
             return [program(kv)]
     with LocalCluster(workers, 2) as cluster:
@@ -136,3 +139,56 @@ def test_members_that_byteps_leaves_unimplemented(kind: str, tmp_path: Any) -> N
 
     # momentum 1, 1.5, and 1.5 once more from the state after the first step
     assert run(kind, 1, program) == [1 + 1.5 + 1.5]
+
+
+# ── a key is declared by its first pushpull ──
+
+
+@pytest.mark.parametrize("kind", ["byteps", "Horovod"])
+def test_pushpull_makes_a_key_that_is_new(kind: str) -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        kv.broadcast("begun", full(7))
+        seen = [kv.pushpull("begun", full(kv.rank + 1)), kv.pushpull("a", full(kv.rank + 1))]
+        kv.pushpull("a", full(kv.rank + 2), out=seen[0])
+        more = [full(kv.rank), np.arange(3, dtype=np.int64)]
+        seen += kv.pushpull(["b", 5], more)
+        seen.append(kv.pushpull("devices", [full(1), full(2)], out=full(0)))
+        handles = [kv.pushpull_async(name, full(kv.rank), out=full(0)) for name in ("c", "d", "c")]
+        seen += [handle.wait() for handle in handles]
+        seen.append(kv.pushpull("new", full(kv.rank), copy=False))
+        return [value.tolist() for value in seen]
+
+    first, *others = run(kind, 3, program)
+    three = full(3).tolist()
+    assert first == [full(9).tolist(), full(6).tolist(), three, [0, 3, 6], full(9).tolist(), *[three] * 4]
+    assert others == [first, first]
+
+
+def test_pushpull_makes_a_key_in_an_event_loop() -> None:
+    async def program(settings: dict[str, Any]) -> list[Any]:
+        async with await kvd.aio.create("byteps", **settings) as kv:
+            values = [await kv.pushpull("a", full(1)), *await kv.pushpull(["b", "c"], [full(2), full(3)])]
+            return [float(value[0, 0]) for value in values]
+
+    async def both(settings: dict[str, Any]) -> list[list[Any]]:
+        return list(await asyncio.gather(program(settings), program(settings)))
+
+    with LocalCluster(2, 1) as cluster:
+        settings = {"scheduler": cluster.address, "run": cluster.settings["run"]}
+        assert asyncio.run(both(settings)) == [[2, 4, 6]] * 2
+
+
+def test_a_declared_key_has_the_shape_that_worker_0_gave_it() -> None:
+    with LocalCluster(2, 1) as cluster:
+        zero, one = cluster.open_stores("byteps")
+        handle = zero.pushpull_async("a", np.ones(3, np.float32))
+        with pytest.raises(ShapeMismatch) as raised:
+            one.pushpull("a", np.ones(4, np.float32))
+        assert raised.value.key == "a"
+        one.pushpull("a", np.ones(3, np.float32))
+        assert handle.wait().tolist() == [2, 2, 2]
+
+
+def test_other_types_make_no_key() -> None:
+    with LocalCluster(1, 1) as cluster, pytest.raises(KeyNotFound):
+        cluster.store("dist_sync").pushpull("a", full(1))

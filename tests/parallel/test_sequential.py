@@ -11,7 +11,9 @@ from kvd.errors import ConfigError, DtypeMismatch, KeyNotFound, NotAllowed, Shap
 from kvd.parallel import (
     BatchNorm,
     Conv2D,
+    DataBatch,
     DataDesc,
+    DataParallelExecutorGroup,
     Dense,
     Device,
     Dropout,
@@ -211,7 +213,7 @@ def test_bad_bindings(arguments: Any, error: type[Exception], message: str) -> N
         ([], [], "one data input, 'data', not none"),
         ([DataDesc("x", (5, 2))], [], "one data input, 'data', not x"),
         ([*DATA, DataDesc("more", (5, 2))], [], "not data, more"),
-        (DATA, [DataDesc("softmax_label", (5,))], "takes one label, 'label', not softmax_label"),
+        (DATA, [DataDesc("target", (5,))], "takes one label, 'label', not target"),
         (DATA, [*LABEL, DataDesc("weight", (5,))], "not label, weight"),
         (DATA, [DataDesc("label", (4,))], "label has 4 samples and data 5"),
         (DATA, [DataDesc("label", (5, 2))], r"label has shape \(5, 2\) .* not \(5,\)"),
@@ -363,3 +365,17 @@ def test_a_device_without_samples_has_gradients_of_zero() -> None:
     executor.backward()
     assert all((grad == 0).all() for grad in executor.grads.values())
     assert {name: grad.shape for name, grad in executor.grads.items()} == {"dense0_weight": (3, 2), "dense0_bias": (3,)}
+
+
+def test_the_label_may_have_the_name_that_mxnet_gives_it() -> None:
+    """The same gradients, whatever the label is called."""
+    results = []
+    for name in ("label", "softmax_label"):
+        group = DataParallelExecutorGroup(MODEL, ["cpu", "cpu"], DATA, [DataDesc(name, (5,))])
+        group.set_params(MODEL.initialize((5, 2), seed=1))
+        group.forward_backward(
+            DataBatch([np.arange(10, dtype=np.float32).reshape(5, 2)], [np.arange(5, dtype=np.float32) % 2])
+        )
+        results.append([np.array(gradient) for parts in group.grad_arrays for gradient in parts])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -54,6 +54,10 @@ ALIASES: dict[str, str] = {
 }
 
 
+#: In these, `pushpull` makes a key that is new, of zeros, as BytePS and Horovod declare a tensor when it is first used.
+DECLARING_TYPES = frozenset({"byteps", "horovod"})
+
+
 def store_type(name: object, others: Sequence[str] = ()) -> StoreType:
     """The type with this name, in upper or lower case, or with this name in MXNet, which it keeps.
 

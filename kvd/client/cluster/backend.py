@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.client.calls.backend import Backend, StoreFacts, StoreType
+from kvd.client.calls.backend import DECLARING_TYPES, Backend, StoreFacts, StoreType
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.restored_keys import RestoredKeys
@@ -125,6 +125,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
             tables,
             engine.express_way(bound, settings.slice_bytes),
             engine.express_flight_way(bound, settings.slice_bytes),
+            declares=facts.type in DECLARING_TYPES,
         ),
         tables=tables,
         assignments=assignments,

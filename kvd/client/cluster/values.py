@@ -15,10 +15,11 @@ from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
+from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.tables import check_descriptions, check_whole, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
-from kvd.client.calls.values import BYTE, Array, Target, are_sources_kept, first_unlike
+from kvd.client.calls.values import BYTE, Array, Source, Target, are_sources_kept, first_unlike
 from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
@@ -34,7 +35,7 @@ from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
 from kvd.core.requests import Item, TakenForm
 from kvd.core.worker.transfer import say_unpushed
-from kvd.errors import RemoteError
+from kvd.errors import KeyExists, RemoteError
 from kvd.protocol.messages import BIGGEST
 
 NO_KEYS = KeyList([], True)
@@ -48,6 +49,7 @@ class ClusterValues:
         rank: the rank of this worker; rank 0 makes the keys.
         check_bound: whether the end of a push tells if its bound gradients were written to.
         compression: of what is pushed, but for rows of tables.
+        declares: whether `pushpull` makes the keys that are new.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class ClusterValues:
         tables: ClusterTables,
         express: ExpressWay,
         flights: ExpressFlightWay,
+        *,
+        declares: bool,
     ) -> None:
         self._engine = engine
         self._arguments = arguments
@@ -80,6 +84,7 @@ class ClusterValues:
         self._plain = plain
         self._express = express
         self._flights = flights
+        self._declares = declares
         self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -259,6 +264,8 @@ class ClusterValues:
             if view or outs is not None:
                 return self._pull_fresh(keys, priority, outs, view=view)
             return self._pull_into(keys, targets, out, priority)
+        if self._declares:
+            self._declare(names, sources)
         pieces: NewValues | None = None
         if view or outs is not None:
             pieces = NewValues(names, self._held if view else None)
@@ -281,6 +288,17 @@ class ClusterValues:
         handle = Handle(self._submit_push(transfer), finish, "pushpull", self._engine.wait, reclaim)
         self._plain.note(key, keys)
         return self._watched(names, handle, self._untake)
+
+    def _declare(self, names: Sequence[str], sources: Sequence[Source]) -> None:
+        """Worker 0 makes the keys that are new, of zeros. The call that follows waits in their queues until they are
+        there."""
+        for name, (_, spec) in zip(names, sources, strict=True):
+            if self._engine.machine.has_pushed(name):
+                continue
+            if self._rank == 0:
+                made = self._engine.submit(requests.InitKeys((Item(name, spec, np.zeros(spec.nbytes, BYTE)),)))
+                self._watched((name,), Handle(_but_for_existing(made), what="init"))
+            self._engine.submit(requests.DescribeKey(name, wait=True))
 
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
@@ -359,6 +377,21 @@ class ClusterValues:
             None if copy else lambda: self._engine.take_back(call.sources()),
         )
         return self._watched(names, handle, self._untake)
+
+
+def _but_for_existing(made: Promise) -> Promise:
+    """Ends like the init of a key, but well if the key exists."""
+    ended = Promise()
+
+    def end(promise: Promise) -> None:
+        error = promise.exception()
+        if error is None or isinstance(error, KeyExists):
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    made.on_end(end)
+    return ended
 
 
 def _given(pieces: NewValues, keys: KeyList, outs: CastOuts | None, _: Any) -> Any:

@@ -603,7 +603,8 @@ def create(type: str = "local", **settings: Any) -> Any:  # noqa: A002  the name
             `dist_device_async` join the cluster that KVD_* (or DMLC_*) variables, a file or `settings` name. Upper and
             lower case are the same. Other names are those of `register_store` and of entry points ``kvd.stores``, then
             MXNet's and BytePS's: `local_update_cpu` and `local_allreduce_cpu` mean `local`, `local_allreduce_device`
-            and `nccl` mean `device`, `byteps` and `horovod` mean `dist_sync`.
+            and `nccl` mean `device`, `byteps` and `horovod` mean `dist_sync`, where `pushpull`
+            makes the keys that are new.
         settings: fields of `kvd.Config`; a registered store takes what it wants.
 
     Raises:

@@ -28,15 +28,9 @@ def total(dtype: str, dimensions: int, step: int = 0) -> np.ndarray:
     return np.sum([value_of(worker, dtype, dimensions, step) for worker in range(workers)], axis=0).astype(dtype)
 
 
-def declare(name: str, like: np.ndarray) -> None:
-    """BytePS makes a tensor's key with its first push_pull."""
-    kv.broadcast(name, np.zeros_like(like), out=np.zeros_like(like))
-
-
 def test_push_pull_gives_the_sum() -> None:
     for dtype, dimensions in itertools.product(DTYPES, DIMENSIONS):
         name, value = f"sum.{dtype}.{dimensions}", value_of(rank, dtype, dimensions)
-        declare(name, value)
         for step in range(2):
             value = value_of(rank, dtype, dimensions, step)
             kv.pushpull(name, value)
@@ -45,7 +39,6 @@ def test_push_pull_gives_the_sum() -> None:
 
 def test_the_average_is_the_sum_divided_by_the_workers() -> None:
     value = value_of(rank, "float32", 2)
-    declare("average", value)
     kv.pushpull("average", value)
     assert np.allclose(value / workers, total("float32", 2) / workers)
 
@@ -53,8 +46,6 @@ def test_the_average_is_the_sum_divided_by_the_workers() -> None:
 def test_many_at_the_same_time() -> None:
     names = [f"grad.{number}" for number in range(30)]
     values = [value_of(rank, "float32", 1 + number % 3, number) for number in range(30)]
-    for name, value in zip(names, values, strict=True):
-        declare(name, value)
     handles = [
         kv.pushpull_async(name, value, out=value, priority=-number)
         for number, (name, value) in enumerate(zip(names, values, strict=True))
@@ -76,7 +67,6 @@ def test_parameters_train_to_the_same_everywhere() -> None:
     weights = value_of(rank, "float32", 1)
     kv.broadcast("parameters", weights, out=weights)
     expected = value_of(0, "float32", 1)
-    declare("gradient", weights)
     for step in range(4):
         gradient = value_of(rank, "float32", 1, step)
         kv.pushpull("gradient", gradient)

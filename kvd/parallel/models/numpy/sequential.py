@@ -19,6 +19,8 @@ from kvd.parallel.models.numpy.layer import Layer
 from kvd.parallel.models.numpy.losses import Loss
 from kvd.parallel.models.numpy.passes import SequentialPasses
 
+MXNET_LABEL = "softmax_label"  # what iterators and modules of MXNet call a label
+
 
 @dataclass(frozen=True)
 class _Tensor:
@@ -41,7 +43,7 @@ class Sequential:
     Arguments:
         layers: at least one, and a loss nowhere but at the end.
         prefix: of all names of parameters, states and outputs.
-        data_name, label_name: the names of the two inputs.
+        data_name, label_name: the names of the two inputs. MXNet's name of a label, "softmax_label", is taken, too.
 
     Raises:
         ConfigError: a loss in the middle, an `Embedding` that is not first, no layers, or two layers of one name.
@@ -148,10 +150,11 @@ class Sequential:
         if [desc.name for desc in data] != [self.data_name]:
             given = ", ".join(desc.name for desc in data) or "none"
             raise ConfigError(f"the model takes one data input, {self.data_name!r}, not {given}", setting="data_shapes")
-        if labels and (self.loss is None or [desc.name for desc in labels] != [self.label_name]):
+        names = [desc.name for desc in labels]
+        if names and (self.loss is None or names not in ([self.label_name], [MXNET_LABEL])):
             takes = f"one label, {self.label_name!r}" if self.loss else "no label, since it has no loss"
-            given = ", ".join(desc.name for desc in labels)
-            raise ConfigError(f"the model takes {takes}, not {given}", setting="label_shapes")
+            text = f"the model takes {takes}, not {', '.join(names)}"
+            raise ConfigError(text, setting="label_shapes")
         for desc in (*data, *labels):
             if desc.batch_axis < 0:
                 raise ConfigError(f"{desc.name}: layout {desc.layout!r} has no batch axis N", setting=desc.name)
