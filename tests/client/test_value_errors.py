@@ -216,11 +216,12 @@ def test_the_key_decides_whether_value_or_out_is_wrong(kv: kvd.KVStore, cast: bo
     def listed(*given: Any) -> Any:
         return kv.pushpull(["layer1", 2], [right, given[0]], out=[right.copy(), given[1]], cast=cast)
 
-    for key, call in (
+    calls: tuple[tuple[str, Callable[..., Any]], ...] = (
         ("'layer0'", lambda *given: kv.pushpull("layer0", given[0], out=given[1], cast=cast)),
         ("2", lambda *given: kv.pushpull_async(2, given[0], out=given[1], cast=cast).wait()),
         ("2", listed),
-    ):
+    )
+    for key, call in calls:
         with pytest.raises(ShapeMismatch, match=rf"key {key} has shape \(2,\), the given value has \(3,\)"):
             call(wrong, right)
         with pytest.raises(ShapeMismatch, match=rf"key {key} has shape \(2,\), the given out has \(3,\)"):
