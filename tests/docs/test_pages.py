@@ -17,7 +17,7 @@ from tests.docs.sources_harness import ROOT, texts
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_README = [ROOT / "README.md", *PAGES, ROOT / "deploy" / "README.md"]
-OF_OTHERS = {"--name-only", "--now", "--upgrade", "--launcher", "--create"}
+OF_OTHERS = {"--name-only", "--now", "--upgrade", "--launcher", "--create", "--nproc-per-node"}
 """Flags of the other programs that a page shows."""
 FILES_AND_GROUPS = (
     "compressors",
