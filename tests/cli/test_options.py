@@ -252,8 +252,8 @@ def test_exit_codes(error: KvdError, code: int) -> None:
     assert exit_code_of(error) == code
 
 
-def raising(error: BaseException) -> Callable[[str], Any]:
-    def observer(doing: str) -> Any:
+def raising(error: BaseException) -> Callable[..., Any]:
+    def observer(doing: str, job: str = "") -> Any:
         raise error
 
     return observer

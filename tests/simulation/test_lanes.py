@@ -52,6 +52,7 @@ NOTICED = (
 )
 NOTICED_BY_LISTS = ("mixed, long pauses", "list training")
 NOTICED_BY_REFUSALS = ("refusals, nasty",)  # rarely: a copy of a refused push has to come after the next one
+NOTICED_BY_FLIGHTS = ("in flight",)
 SEEDS = 1  # of each in `make test`
 SOAK_SEEDS = 100
 
@@ -230,7 +231,6 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "which keys are in flight": lambda patch: patch.setattr(Flights, "has_any_of", nothing),
     "what concerns those in flight": lambda patch: patch.setattr(Lane, "leaves_alone", never),
     "retries that are due": lambda patch: patch.setattr(Lane, "is_due", nothing),
-    "express flights: what may have changed": lambda patch: patch.setattr(ExpressFlights, "_is_still", never),
     "server: what may have changed": lambda patch: patch.setattr(PushLane, "forget", lambda lane: None),
     "server: what is held when something else comes": lambda patch: patch.setattr(
         ExpressRounds, "materialize", lambda *arguments: None
@@ -242,6 +242,10 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "kvd.core.server.pending.PendingTable.may_open", never
     ),
     "clocks": lambda patch: patch.setattr("kvd.core.worker.loads.count_rounds", lambda *arguments: None),
+}
+
+MUTANTS_OF_FLIGHTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "express flights: what may have changed": lambda patch: patch.setattr(ExpressFlights, "_is_still", never),
 }
 
 MUTANTS_OF_REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -265,12 +269,13 @@ MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         *((name, NOTICED, 2) for name in MUTANTS),
         *((name, NOTICED_BY_LISTS, 2) for name in MUTANTS_OF_LISTS),
         *((name, NOTICED_BY_REFUSALS, 30) for name in MUTANTS_OF_REFUSALS),
+        *((name, NOTICED_BY_FLIGHTS, 30) for name in MUTANTS_OF_FLIGHTS),
     ],
 )
 def test_a_broken_lane_is_noticed(
     name: str, campaigns: Sequence[str], seeds: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (MUTANTS | MUTANTS_OF_LISTS | MUTANTS_OF_REFUSALS)[name](monkeypatch)
+    (MUTANTS | MUTANTS_OF_LISTS | MUTANTS_OF_REFUSALS | MUTANTS_OF_FLIGHTS)[name](monkeypatch)
 
     def run_all() -> None:
         for seed in range(seeds):
