@@ -17,7 +17,7 @@ from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
-from kvd.client.calls.tables import check_descriptions, check_whole, parted
+from kvd.client.calls.tables import check_descriptions, check_no_tables, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import BYTE, Array, Source, Target, are_sources_kept, first_unlike
 from kvd.client.cluster.arguments import Arguments
@@ -126,6 +126,7 @@ class ClusterValues:
             if not keys.many and self._tables.is_table(names[0]):  # by far the most common push of rows
                 whole, value, tables = NO_KEYS, (), [(names[0], value)]
             elif self._tables.are_pushed(keys, value):
+                value = self._tables.with_dense_rows(keys, value, cast=cast)
                 whole_names, value, tables = parted(keys, value, self._tables.is_table)
                 whole = KeyList(whole_names, True, None, keys.written)
             if tables:
@@ -240,12 +241,16 @@ class ClusterValues:
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
         try:
-            check_whole(keys, value, "pushpull", self._tables.is_table)
+            value = self._tables.with_dense_rows(
+                keys, value, cast=cast, in_place=bool(in_place) and not view, declares=self._declares
+            )
+            check_no_tables(keys, self._tables.is_table)
             outs = CastOuts(keys, out, in_place) if cast and not view else None
             targets = [] if cast or view else self._arguments.targets(keys, out, in_place=in_place)
             pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)
         except RemoteError as error:
             say_unpushed(error, self._engine.machine.view)
+            self._engine.written.restored(error)
             raise
         sources = pushed.sources
         if not names:
