@@ -199,20 +199,23 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+def calls_with(kv: kvd.KVStore, value: Any) -> list[Callable[[], Any]]:
+    """Calls that push a value to key "w", and two that push it to key 7 in a list."""
+    out, other = np.empty_like(DENSE), np.empty_like(DENSE)
+    return [
+        lambda: kv.push("w", value),
+        lambda: kv.push_async("w", value),
+        lambda: kv.pushpull("w", value, out=out),
+        lambda: kv.pushpull_async("w", value, out=out),
+        lambda: kv.push(["w", 7], [DENSE, value]),
+        lambda: kv.pushpull(["w", 7], [DENSE, value], out=[out, other]),
+    ]
+
+
 def test_rows_that_do_not_fit_name_their_key(kv: kvd.KVStore) -> None:
     kv.init(["w", 7], [np.zeros_like(DENSE), np.zeros_like(DENSE)])
-    out = np.empty_like(DENSE)
-    calls: list[Callable[[], Any]]
     for what, (value, kind, text) in WRONG.items():
-        calls = [
-            lambda value=value: kv.push("w", value),
-            lambda value=value: kv.push_async("w", value),
-            lambda value=value: kv.pushpull("w", value, out=out),
-            lambda value=value: kv.pushpull_async("w", value, out=out),
-            lambda value=value: kv.push(["w", 7], [DENSE, value]),
-            lambda value=value: kv.pushpull(["w", 7], [DENSE, value], out=[out, out.copy()]),
-        ]
-        for place, call in enumerate(calls):
+        for place, call in enumerate(calls_with(kv, value)):
             with pytest.raises(kind, match=text) as raised:
                 call()
             assert raised.value.key == ("w" if place < 4 else 7), what  # type: ignore[attr-defined]

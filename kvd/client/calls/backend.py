@@ -261,6 +261,9 @@ class Nodes(Protocol):
 
     def is_scheduler_dead(self, timeout_s: float) -> bool: ...
 
+    def most_nodes(self) -> Mapping[str, int]:
+        """The highest possible number of servers and of workers, by role; more workers may join up to that number."""
+
     def push_staleness(self) -> Handle:
         """Gives the `Staleness` of each worker whose pushes the servers have measured."""
 

@@ -523,7 +523,10 @@ class KVStore(StoreProperties, KVStoreBase):
 
         Args:
             node_id: as in ps-lite: group masks (scheduler 1, servers 2, workers 4, or a sum of them), or one node:
-                server r is 8 + 2r, worker r is 9 + 2r.
+                server r is 8 + 2r, worker r is 9 + 2r. With `max_workers` every worker below that number has an id.
+
+        Raises:
+            NotAllowed: the job has no such node; the message lists the ids that it has.
         """
         return count_dead(self._blocking().nodes, node_id, timeout)
 
