@@ -85,6 +85,7 @@ class ClusterValues:
         self._express = express
         self._flights = flights
         self._declares = declares
+        self._declared: set[str] = set()
         self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -183,6 +184,14 @@ class ClusterValues:
         """The form in which pulled values may come. Where none does, keys are pulled together."""
         compressing = self._compression.current
         return None if compressing is None or not self._engine.machine.view.is_sync else compressing.takes
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The keys are deleted: the next call on them may make them, so it takes no short way."""
+        deleted = frozenset(names)
+        self._declared -= deleted
+        self._plain.forget(deleted)
+        self._express.forget(deleted)
+        self._flights.forget(deleted)
 
     def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
         keys = self._arguments.named(key)
@@ -298,12 +307,21 @@ class ClusterValues:
         """Worker 0 makes the keys that are new, of zeros. The call that follows waits in their queues until they are
         there."""
         for name, (_, spec) in zip(names, sources, strict=True):
-            if self._engine.machine.has_pushed(name):
+            if name in self._declared:
                 continue
+            self._declared.add(name)
             if self._rank == 0:
-                made = self._engine.submit(requests.InitKeys((Item(name, spec, np.zeros(spec.nbytes, BYTE)),)))
-                self._watched((name,), Handle(_but_for_existing(made), what="init"))
-            self._engine.submit(requests.DescribeKey(name, wait=True))
+                init = self._engine.submit(requests.InitKeys((Item(name, spec, np.zeros(spec.nbytes, BYTE)),)))
+                made = _but_for_existing(init)
+                made.on_end(partial(self._declaration_ended, name))
+                self._watched((name,), Handle(made, what="init"))
+            found = self._engine.submit(requests.DescribeKey(name, wait=True))
+            found.on_end(partial(self._declaration_ended, name))
+
+    def _declaration_ended(self, name: str, promise: Promise) -> None:
+        """If a declaration failed, the next call declares the key again."""
+        if promise.exception() is not None:
+            self._declared.discard(name)
 
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False
