@@ -238,8 +238,9 @@ def test_the_result_does_not_go_into_rows(kv: kvd.KVStore) -> None:
     for value in (coo(), [coo(), DENSE]):
         with pytest.raises(NotAllowed, match=r"make table 'new' with init.*, or a dense key with the whole array"):
             kv.init("new", value)
-        with pytest.raises(NotAllowed, match=r"pass value.to_dense\(\)"):
-            kv.broadcast("w", value, out=np.empty_like(DENSE))
+        with pytest.raises(NotAllowed, match=r"for key 7: push rows, or pass value.to_dense\(\)") as raised:
+            kv.broadcast(["w", 7], [DENSE, value], out=[np.empty_like(DENSE), np.empty_like(DENSE)])
+        assert raised.value.key == 7
     kv.init("table", kvd.RowSparse(shape=DENSE.shape))
     with pytest.raises(NotAllowed, match="'table' is a table"):
         kv.pushpull("table", coo(), out=np.empty_like(DENSE))

@@ -79,7 +79,7 @@ class ParameterKeys:
         for failure in errors:
             if isinstance(failure, MergeMismatch):
                 if averaged:
-                    raise _merge_error(failure.key) from failure
+                    raise _merge_error(failure.key, own_merge or self._kv.merge) from failure
             elif failure is not None and not isinstance(failure, KeyExists):
                 raise failure
 
@@ -116,8 +116,8 @@ class ParameterKeys:
         owners.update(dict.fromkeys([str(self.params[name]) for name in names], owner))
 
 
-def _merge_error(key: str | int) -> MergeMismatch:
+def _merge_error(key: str | int, merge: str) -> MergeMismatch:
     """The error of a live key that has another merge than a group with an optimizer needs."""
-    text = f"key {key!r} exists with another merge than the mean of the gradients, by which a group with an optimizer"
-    remedy = 'make it with merge="mean", start the cluster with that setting, or set the optimizer on the store itself'
-    return MergeMismatch(f"{text} updates it: {remedy}", key=key)
+    text = f"key {key!r} exists with another merge than {merge!r}, which a group with an optimizer needs"
+    remedy = f"make it with merge={merge!r}; or set the optimizer on the store, and bind the group without one"
+    return MergeMismatch(f"{text}: {remedy}", key=key)
