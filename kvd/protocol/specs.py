@@ -214,7 +214,7 @@ def table_text(key: str | int) -> str:
 def no_table_text(key: str | int) -> str:
     """The error of a call for tables, on another key."""
     return (
-        f"key {key!r} is no table: read its whole value, with pull; "
+        f"key {key!r} is no table: push arrays or row-sparse gradients to it, and pull its whole value; "
         "a table is made by init(key, kvd.RowSparse(shape=…))"
     )
 
