@@ -27,7 +27,8 @@ class LARS(Optimizer):
         b = momentum·b + d                          b starts at 0; momentum = 0: b = d
         w = w − η·b
 
-    with λ = 1 where ‖w‖ or ‖g‖ is 0, and λ = 0 where one of them is infinite or NaN. As in :class:`kvd.optimizer.SGD`
+    with λ = 1 where ‖w‖ or ‖g‖ is 0, and λ = 0 where one of them is infinite or NaN. g is clipped before its norm is
+    measured; MXNet clips afterwards. As in :class:`kvd.optimizer.SGD`
     the learning rate is outside of the momentum buffer, where the paper and MXNet have it inside; at a constant rate
     the two take the same steps. MXNet's LARS leaves λ out for keys that end with ``gamma``, ``beta`` or ``bias``, and
     its LBSGD with ``warmup_strategy="lars"`` has other limits for λ.

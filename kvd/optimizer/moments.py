@@ -25,8 +25,8 @@ class Adamax(Optimizer):
         u = max(β2·u, |g| + ε)
         w = w − η / (1 − β1ᵗ) · m / u
 
-    MXNet's Adamax has no ε, so an element whose gradients were all 0 becomes NaN, and it clips after the decay has been
-    added.
+    MXNet's Adamax has no ε, so an element whose gradients were all 0 becomes NaN. That of MXNet 1 also clips after the
+    decay is added.
 
     Args:
         learning_rate, wd, rescale_grad, clip_gradient, lr_mult, wd_mult: see :class:`kvd.optimizer.Optimizer`.

@@ -212,9 +212,9 @@ def table_text(key: str | int) -> str:
 
 
 def no_table_text(key: str | int) -> str:
-    """What is wrong with a call on rows, on a key that is no table."""
+    """The error of a call for tables, on another key."""
     return (
-        f"key {key!r} is no table, so it has no rows to name: push whole arrays to it, and pull it; "
+        f"key {key!r} is no table: push arrays or row-sparse gradients to it, and pull its whole value; "
         "a table is made by init(key, kvd.RowSparse(shape=…))"
     )
 

@@ -1,4 +1,4 @@
-"""Row ids, and rows with their ids, as programs write them: checked, and as arrays of this host."""
+"""Row ids and rows as programs write them: checked, and converted to arrays on this host."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvd.compute.quiet import quietly
 from kvd.compute.tensors import as_array, check_unmasked, dtype_name, is_torch
-from kvd.errors import DtypeMismatch, NotAllowed, RemoteError, ShapeMismatch
+from kvd.errors import DtypeMismatch, KeyNotFound, NotAllowed, RemoteError, ShapeMismatch
 from kvd.optimizer.fields import shown
+from kvd.protocol.specs import KeySpec
 from kvd.tables.description import RowSparse
 
 Array = np.ndarray[Any, Any]
@@ -21,11 +23,11 @@ _INT64: np.dtype[np.int64] = np.dtype(np.int64)
 
 
 class RowSparseArray:
-    """Rows and their ids: a value to push to a table. Rows of the same id are added up, in this order.
+    """Rows and their ids: a value to push to a table, or to the rows of a dense key. Rows with equal ids are added up.
 
     Args:
         ids: whole numbers, shape (n,): an array of an integer dtype, or a list.
-        rows: shape (n, …row_shape), of the dtype of the table. None may be there: n = 0 takes part in a round.
+        rows: shape (n, …row_shape), of the dtype of the key. An empty value (n = 0) counts as a push, too.
     """
 
     __slots__ = ("ids", "rows")
@@ -51,10 +53,15 @@ class Rows(NamedTuple):
 
 
 def is_row_sparse(value: object) -> bool:
-    """Whether a value can only be one for a table: rows with ids, a sparse tensor of torch, a sparse matrix of SciPy or
-    CuPy, or a list of such."""
-    if isinstance(value, list):
-        return len(value) > 0 and all(is_row_sparse(entry) for entry in value)
+    """Whether a value names rows: rows with ids, a sparse tensor of torch, or a sparse matrix of SciPy or CuPy. A list
+    with one value per device does if one of its values does."""
+    if isinstance(value, list | tuple):
+        for entry in value:
+            if is_row_sparse(entry):
+                return True
+            if isinstance(entry, float | int | np.generic):  # a list of numbers, which may be long
+                return False
+        return False
     return isinstance(value, RowSparseArray) or _is_sparse_tensor(value) or _is_sparse_matrix(value)
 
 
@@ -94,6 +101,58 @@ def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False
     return Rows(ids, rows.reshape(len(ids), table.width))
 
 
+def dense_value(key: str | int, value: Any, spec: KeySpec | None, *, cast: bool = False) -> Any:
+    """Return a row-sparse value as the dense array that is zero in all other elements.
+
+    Elements that are given several times are added up. In a list with one value per device, the row-sparse ones are
+    converted.
+
+    Args:
+        spec: the spec of the key, which is no table. None: the key is new, and gets the shape and dtype of the value.
+        cast: the value may have another floating dtype than the key; it keeps it.
+
+    Raises:
+        ShapeMismatch, DtypeMismatch: the value does not fit the key, or its row ids are not whole numbers.
+        NotAllowed: the key has no such row.
+        KeyNotFound: the key is new, and rows with ids do not say how many rows it has.
+    """
+    if isinstance(value, list | tuple):
+        return [dense_value(key, entry, spec, cast=cast) if is_row_sparse(entry) else entry for entry in value]
+    try:
+        indices, rows, shape = _elements(key, value, spec)
+        if spec is not None:
+            spec.check_same(KeySpec(dtype_name(rows.dtype), shape, spec.slice_bytes), key, cast=cast)
+    except RemoteError as error:
+        error.name_key(key)
+        raise
+    for ids, size in zip(indices, shape, strict=False):
+        _check_within(f"key {key!r}", key, ids, size - 1)
+    wanted = (len(indices[0]), *shape[len(indices) :])
+    if rows.shape != wanted:
+        text = f"key {key!r} has shape {shape}: {len(indices[0])} row ids need rows of shape {wanted}, "
+        raise ShapeMismatch(f"{text}the given rows have {rows.shape}", key=key)
+    dense = np.zeros(shape, rows.dtype)
+    quietly(np.add.at, dense, indices, rows)
+    return dense
+
+
+def _elements(key: str | int, value: Any, spec: KeySpec | None) -> tuple[tuple[Ids, ...], Array, tuple[int, ...]]:
+    """The leading indices of what a row-sparse value has, one array per dimension; the rows there; and the shape of
+    the whole."""
+    if _is_sparse_tensor(value):
+        indices = tuple(as_array(value._indices()))
+        return indices, as_array(value._values()), tuple(value.shape)
+    ids, rows = _parted(key, value)
+    if not isinstance(value, RowSparseArray):
+        return (ids,), rows, tuple(value.shape)
+    if spec is None:
+        text = f"key {key!r} does not exist, and rows with ids do not say how many rows it has"
+        raise KeyNotFound(f"{text}: make it first, with init or broadcast", key=key)
+    if not spec.shape:
+        raise ShapeMismatch(f"key {key!r} has shape (), so it has no rows: push an array of that shape", key=key)
+    return (_one_dimension(f"key {key!r}", key, ids),), as_array(rows), spec.shape
+
+
 def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
     """The row ids of a call, shape (n,).
 
@@ -102,12 +161,23 @@ def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
         ShapeMismatch: they are not of one dimension.
         NotAllowed: the table has no such row.
     """
-    ids = _integers(key, value)
+    ids = _one_dimension(f"table {key!r}", key, value)
+    _check_within(f"table {key!r}", key, ids, (1 << 63) - 1 if table.rows is None else table.rows - 1)
+    return np.ascontiguousarray(ids, _INT64)
+
+
+def _one_dimension(what: str, key: str | int, value: Any) -> Array:
+    """Row ids as an array of whole numbers, shape (n,). `what`: the key or table, for errors."""
+    ids = _integers(what, key, value)
     if ids.ndim != 1:
-        raise ShapeMismatch(f"the row ids for table {key!r} have the shape {ids.shape}: pass ids.reshape(-1)", key=key)
+        raise ShapeMismatch(f"the row ids for {what} have the shape {ids.shape}: pass ids.reshape(-1)", key=key)
     if len(ids) > MOST_ROWS_AT_ONCE:
         raise NotAllowed(f"a call names at most {MOST_ROWS_AT_ONCE} rows, not {len(ids)}", key=key)
-    last = (1 << 63) - 1 if table.rows is None else table.rows - 1
+    return ids
+
+
+def _check_within(what: str, key: str | int, ids: Array, last: int) -> None:
+    """Raises NotAllowed unless all ids are from 0 to `last`."""
     if ids.dtype == _INT64:
         # One look at all of them: as unsigned numbers, those below 0 are the largest.
         is_wrong = ids.size and int(ids.view(np.uint64).max()) > last
@@ -116,33 +186,32 @@ def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
     if is_wrong:
         place = int(np.flatnonzero((ids < 0) | (ids > last))[0])
         has = f"has the rows 0 to {last}" if last >= 0 else "has no rows"
-        raise NotAllowed(f"table {key!r} {has}; ids[{place}] is {int(ids[place])}", key=key)
-    return np.ascontiguousarray(ids, _INT64)
+        raise NotAllowed(f"{what} {has}; ids[{place}] is {int(ids[place])}", key=key)
 
 
-def _integers(key: str | int, value: Any) -> Array:
+def _integers(what: str, key: str | int, value: Any) -> Array:
     if isinstance(value, list | tuple) and not value:
         return np.zeros(0, np.int64)
     try:
-        return _all_integers(key, value)
+        return _all_integers(what, key, value)
     except RemoteError as error:
         error.name_key(key)
         raise
 
 
-def _all_integers(key: str | int, value: Any) -> Array:
+def _all_integers(what: str, key: str | int, value: Any) -> Array:
     if isinstance(value, list | tuple | np.ndarray):  # such as uint64, which no key can have
         check_unmasked(value)
         try:
             ids = np.asarray(value)
         except (TypeError, ValueError, OverflowError):
-            raise ShapeMismatch(f"the row ids for table {key!r} are no array of one dimension", key=key) from None
+            raise ShapeMismatch(f"the row ids for {what} are no array of one dimension", key=key) from None
     elif value is None or isinstance(value, str | bytes):
-        raise DtypeMismatch(f"the row ids for table {key!r} are whole numbers, not {shown(value)}", key=key)
+        raise DtypeMismatch(f"the row ids for {what} are whole numbers, not {shown(value)}", key=key)
     else:
         ids = as_array(value)
     if ids.dtype.kind not in "iu":
-        text = f"the row ids for table {key!r} are {ids.dtype}: they are whole numbers, such as ids.astype('int64')"
+        text = f"the row ids for {what} are {ids.dtype}: they are whole numbers, such as ids.astype('int64')"
         raise DtypeMismatch(text, key=key)
     return ids
 
@@ -180,7 +249,7 @@ def _is_sparse_matrix(value: Any) -> bool:
 def _parted_matrix(key: str | int, matrix: Any) -> tuple[Any, Any]:
     """Of a sparse matrix as SciPy's or CuPy's: those of its rows that have entries."""
     if len(matrix.shape) != 2:
-        text = f"key {key!r} is a table: the sparse array has the shape {matrix.shape}, of rows it has two dimensions"
+        text = f"key {key!r}: the sparse array has the shape {matrix.shape}, one of rows has two dimensions"
         raise ShapeMismatch(text, key=key)
     by_row = matrix.tocsr()
     counts = np.diff(as_array(by_row.indptr))

@@ -68,6 +68,8 @@ async def test_every_member(kind: str, tmp_path: Path) -> None:
             await kv.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
             await kv.load_optimizer_states(tmp_path / "states")
             assert await kv.num_dead_node(7) == 0
+            with pytest.raises(NotAllowed, match="there is no node 101"):
+                await kv.num_dead_node(101)
             assert list(await kv.dead_nodes()) == []
             with pytest.raises(ShapeMismatch):
                 await kv.pull("w", out=ones(5))

@@ -78,7 +78,7 @@ def test_node_ids_and_masks() -> None:
         dead = 9 + 2 * gone.rank
         wait_until(lambda: kv.num_dead_node(4), "the worker is declared dead")
         assert [kv.num_dead_node(node_id) for node_id in (1, 2, 3, 4, 5, 6, 7)] == [0, 0, 0, 1, 1, 1, 1]
-        assert [kv.num_dead_node(node_id) for node_id in (8, 10, dead, 20 - dead)] == [0, 0, 1, 0]
+        assert [kv.num_dead_node(node_id) for node_id in (8, dead, 20 - dead)] == [0, 1, 0]
         (node,) = kv.dead_nodes()
         assert (node.role, node.rank, node.node_id) == ("worker", gone.rank, engine_of(gone).config.node_id)
         with pytest.raises(BarrierBroken) as broken:
@@ -87,8 +87,28 @@ def test_node_ids_and_masks() -> None:
         for wrong in (0, -1, True, "worker"):
             with pytest.raises(NotAllowed, match="node id"):
                 kv.num_dead_node(wrong)  # type: ignore[arg-type]
-        assert local.num_dead_node(7) == 0
+        assert local.num_dead_node(7) == local.num_dead_node(9) == 0
         assert list(local.dead_nodes()) == []
+
+
+def test_a_node_id_that_the_job_does_not_have_is_refused() -> None:
+    with LocalCluster(2, 1) as cluster, kvd.create("local") as local:
+        kv, _ = cluster.open_stores()
+        for node_id, name in ((10, "server 1"), (13, "worker 2"), (1 << 40, r"server \d+")):
+            with pytest.raises(NotAllowed, match=f"no node {node_id}, which would be {name}: this job has") as raised:
+                kv.num_dead_node(node_id)
+        assert "server 0 as node 8 and workers 0 to 1 as nodes 9, 11; 1 is the scheduler" in str(raised.value)
+        for node_id in (8, 11):
+            with pytest.raises(NotAllowed, match="no servers and worker 0 as node 9"):
+                local.num_dead_node(node_id)
+
+
+def test_every_worker_of_an_elastic_job_has_a_node_id_before_it_joins() -> None:
+    with LocalCluster(1, 2, max_workers=9) as cluster:
+        kv = cluster.store()
+        assert [kv.num_dead_node(node_id) for node_id in (8, 9, 10, 11, 25)] == [0] * 5
+        with pytest.raises(NotAllowed, match=r"nodes 8, 10 and workers 0 to 8 as nodes 9, 11, 13, … 25;"):
+            kv.num_dead_node(27)
 
 
 def test_the_scheduler_is_dead_when_it_is_silent() -> None:

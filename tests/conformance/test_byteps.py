@@ -164,10 +164,38 @@ def test_pushpull_makes_a_key_that_is_new(kind: str) -> None:
     assert others == [first, first]
 
 
+@pytest.mark.parametrize("kind", ["byteps", "horovod"])
+def test_pushpull_makes_a_deleted_key_again(kind: str) -> None:
+    """Whatever way the calls before the deletion took, and with another shape."""
+
+    def program(kv: kvd.KVStore) -> list[Any]:
+        seen: list[Any] = []
+        for size in (2, 3, 3):
+            ones = np.ones(size, np.float32)
+            seen += [kv.pushpull("one", ones.copy()).tolist() for _ in range(3)]
+            seen += [kv.pushpull(7, ones.copy()).tolist() for _ in range(3)]
+            seen += [kv.pushpull_async("handle", ones, out=ones.copy()).wait().tolist() for _ in range(3)]
+            seen += [kv.pushpull(["b", "c"], [ones.copy(), ones.copy()])[1].tolist() for _ in range(3)]
+            seen.append(kv.pushpull("large", np.ones(size << 16, np.float32))[:size].tolist())
+            kv.delete(["one", 7, "b", "large", "handle"])
+            kv.delete("c")
+        kv.broadcast("d", full(1))
+        deletion = kv.delete_async("d")
+        again = kv.pushpull_async("d", full(2))  # before the deletion has ended
+        seen.append(again.wait().ravel()[:2].tolist())
+        deletion.wait()
+        return seen
+
+    first, second = run(kind, 2, program)
+    assert first == second == [*[[2.0] * 2] * 13, *[[2.0] * 3] * 26, [4.0] * 2]
+
+
 def test_pushpull_makes_a_key_in_an_event_loop() -> None:
     async def program(settings: dict[str, Any]) -> list[Any]:
         async with await kvd.aio.create("byteps", **settings) as kv:
             values = [await kv.pushpull("a", full(1)), *await kv.pushpull(["b", "c"], [full(2), full(3)])]
+            await kv.delete("a")
+            values.append(await kv.pushpull("a", full(5)))
             return [float(value[0, 0]) for value in values]
 
     async def both(settings: dict[str, Any]) -> list[list[Any]]:
@@ -175,7 +203,7 @@ def test_pushpull_makes_a_key_in_an_event_loop() -> None:
 
     with LocalCluster(2, 1) as cluster:
         settings = {"scheduler": cluster.address, "run": cluster.settings["run"]}
-        assert asyncio.run(both(settings)) == [[2, 4, 6]] * 2
+        assert asyncio.run(both(settings)) == [[2, 4, 6, 10]] * 2
 
 
 def test_a_declared_key_has_the_shape_that_worker_0_gave_it() -> None:

@@ -180,7 +180,7 @@ def test_keys_of_another_model_are_refused_and_the_gradients_stay_the_groups(
 ) -> None:
     with LocalCluster(1, 1) as cluster:
         kv = cluster.store() if kind == "dist" else kvd.create("local")
-        kv.init("dense0_bias", np.zeros(1, np.float32))  # which could be broadcast
+        kv.init("dense0_bias", np.zeros(1, np.float32), merge="mean")  # which could be broadcast
         group = group_of(devices=devices)
         own = [gradients[0] for gradients in gradients_of(group)]
         with pytest.raises(ShapeMismatch, match="dense0_bias"):

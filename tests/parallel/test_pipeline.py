@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 
 import kvd
 from kvd.client.calls.handle import Handle
-from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, NotAllowed
+from kvd.errors import ConfigError, GradientAnomaly, InputMismatch, MergeMismatch, NotAllowed
 from kvd.optimizer import SGD, Adam, Optimizer
-from kvd.parallel import BatchNorm, DataBatch, Model, Sequential, TorchModel
+from kvd.parallel import BatchNorm, DataBatch, DataParallelExecutorGroup, Model, Sequential, TorchModel
 from kvd.parallel.group.parameter_slot import make_slot
 from kvd.parallel.group.pipeline import Update
 from kvd.parallel.models.numpy.layers import Dense, Tanh
 from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, wait_until
 from tests.parallel.group_harness import Groups, assert_close, assert_same, torch_network, torch_weights, weights_of
 
 WORKERS, DEVICES, STEPS, SIZE = 2, 2, 6, 8
@@ -80,6 +81,54 @@ def test_unequal_batches_of_the_workers_merged_by_samples() -> None:
         results = cluster.run(train(NETWORK, "server", sizes=(11, 5)))
     for weights in results:
         assert_close(weights, torch_weights(PARAMS, zip(X, Y, strict=True), RULE), atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["server", "local"])
+def test_a_worker_that_joins_later_binds_a_group_with_the_optimizer_of_the_others(update: Update) -> None:
+    """The number of workers is another one when it comes, and the gradient is the mean of those that take part."""
+    batches = [(X[0], Y[0]), (X[1][:SIZE], Y[1][:SIZE]), (X[2], Y[2])]
+
+    def step(group: DataParallelExecutorGroup, number: int, own: slice) -> None:
+        group.forward_backward(DataBatch([X[number][own]], [Y[number][own]]))
+
+    def bound(kv: kvd.KVStore) -> DataParallelExecutorGroup:
+        group = group_of(NETWORK)
+        group.set_params(PARAMS if kv.rank == 0 else {})
+        group.bind_to(kv, optimizer=RULE, update=update)
+        return group
+
+    with LocalCluster(WORKERS, 2, max_workers=WORKERS + 1) as cluster, ThreadPoolExecutor(WORKERS) as threads:
+        first, other = cluster.open_stores()
+        mine, theirs = threads.map(bound, (first, other))
+        list(threads.map(step, (mine, theirs), (0, 0), (slice(SIZE), slice(SIZE, None))))
+        other.set_barrier_before_exit(False)
+        other.close()
+        wait_until(lambda: first.num_workers == 1, "worker 1 has left")
+        step(mine, 1, slice(SIZE))
+        if update == "local":  # whoever joins has no weights to begin with
+            batches.pop()
+        else:
+            late = cluster.store()
+            assert late.num_workers == 1
+            group = bound(late)
+            late.resume()
+            wait_until(lambda: first.num_workers == 2, "the new worker takes part")
+            list(threads.map(step, (mine, group), (2, 2), (slice(SIZE), slice(SIZE, None))))
+            assert_same(weights_of(group), weights_of(mine))
+        assert_close(weights_of(mine), torch_weights(PARAMS, batches, RULE), atol=1e-6)
+
+
+def test_a_group_with_an_optimizer_refuses_a_key_that_is_summed() -> None:
+    def program(kv: kvd.KVStore) -> None:
+        kv.init("dense0_weight", PARAMS["dense0_weight"])
+        with pytest.raises(MergeMismatch, match="'dense0_weight' exists with another merge") as raised:
+            group_of(NETWORK).bind_to(kv, optimizer=RULE)
+        assert raised.value.key == "dense0_weight"
+        kv.set_optimizer(RULE)
+        group_of(NETWORK).bind_to(kv)  # which leaves the scale of the gradient to the program
+
+    with LocalCluster(WORKERS, 1) as cluster:
+        cluster.run(program)
 
 
 def test_device_types_and_asynchronous_stores_take_a_group_too() -> None:

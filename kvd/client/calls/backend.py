@@ -176,9 +176,13 @@ class Tables(Protocol):
 
     def export_table(self, key: Any, path: Any, since: Any) -> Handle: ...
 
-    def unknown(self, key: Any, value: Any) -> Handle | None:
+    def unknown(self, key: Any, value: Any, *, takes_pairs: bool = True) -> Handle | None:
         """Finds out which keys of a call are tables, if that matters for a push of this value (None: for a pull of
-        rows), so that the call does not wait for it. None: it is known."""
+        rows), so that the call does not wait for it. None: it is known.
+
+        Args:
+            takes_pairs: the call reads two arrays as row ids and rows if the key is a table; else, as of two devices.
+        """
 
 
 class Assignments(Protocol):
@@ -256,6 +260,9 @@ class Nodes(Protocol):
         """The servers and workers that are declared dead, or silent for more than `timeout_s` (0: only the former)."""
 
     def is_scheduler_dead(self, timeout_s: float) -> bool: ...
+
+    def most_nodes(self) -> Mapping[str, int]:
+        """The highest possible number of servers and of workers, by role; more workers may join up to that number."""
 
     def push_staleness(self) -> Handle:
         """Gives the `Staleness` of each worker whose pushes the servers have measured."""

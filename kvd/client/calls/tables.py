@@ -21,9 +21,9 @@ from kvd.client.calls.values import (
     target_of,
 )
 from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch
-from kvd.protocol.specs import MAX_SLICE_BYTES, no_table_text, table_text
+from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec, no_table_text, table_text
 from kvd.tables.description import RowSparse
-from kvd.tables.row_values import Ids, is_row_sparse, row_ids
+from kvd.tables.row_values import Ids, dense_value, is_row_sparse, row_ids
 
 _EXPORTED_AT_ONCE_NBYTES = 16 << 20
 
@@ -57,12 +57,12 @@ def parted(keys: KeyList, value: Any, is_table: Callable[[str], bool]) -> Parted
 
 
 def is_for_table(value: object) -> bool:
-    """Whether a value makes a table, or can only be pushed to one. A plain array, as most values are, costs little."""
+    """Whether a value makes a table, or names rows. A plain array, as most values are, costs little."""
     return type(value) is not np.ndarray and (isinstance(value, RowSparse) or is_row_sparse(value))
 
 
 def has_tables(keys: KeyList, value: Any) -> bool:
-    """Whether the call has a value that can only be one for a table."""
+    """Whether the call has a value that makes a table, or names rows."""
     if keys.many and isinstance(value, list | tuple):
         return any(map(is_for_table, value))
     return is_for_table(value)
@@ -79,6 +79,46 @@ def _may_be_pair(value: object) -> bool:
     return type(value) is tuple and len(value) == 2
 
 
+def with_dense_rows(
+    keys: KeyList,
+    value: Any,
+    is_table: Callable[[str], bool],
+    spec_of_key: Callable[[str], KeySpec | None],
+    *,
+    cast: bool,
+    in_place: bool = False,
+) -> Any:
+    """The value of a call in which row-sparse values for keys that are no tables are dense.
+
+    Args:
+        is_table, spec_of_key: asked by name, for keys with row-sparse values. The spec is None if the call makes the
+            key.
+        in_place: the call writes its result into the value.
+
+    Raises:
+        NotAllowed: the result cannot be written into a row-sparse value; or as `dense_value`.
+        What `spec_of_key` and `dense_value` raise.
+    """
+    if not has_tables(keys, value):
+        return value
+
+    def densify(name: str, entry: Any) -> Any:
+        if not is_row_sparse(entry) or is_table(name):
+            return entry
+        key = keys.key(name)
+        if in_place:
+            raise NotAllowed(
+                f"without out=, pushpull writes the result into the value, and that of key {key!r} has only some "
+                f"rows: pass out=, an array for the whole value, or copy=False for a new one",
+                key=key,
+            )
+        return dense_value(key, entry, spec_of_key(name), cast=cast)
+
+    at_places = KeyList([str(keys.at(place)) for place in range(keys.size)], keys.many, None, keys.written)
+    values = of_each(at_places, paired(keys, value, "values"), densify)
+    return values if keys.many else values[0]
+
+
 def table_error(key: str | int) -> NotAllowed:
     """The error of a call that takes no tables."""
     return NotAllowed(table_text(key), key=key)
@@ -90,17 +130,25 @@ def check_descriptions(tables: Sequence[tuple[str, Any]]) -> None:
         if not isinstance(value, RowSparse):
             text = (
                 f"rows do not say how many there can be: make table {name!r} with init(key, kvd.RowSparse(shape=…)), "
+                "or a dense key with the whole array, then push the rows"
             )
-            raise NotAllowed(text + "then push the rows", key=name)
+            raise NotAllowed(text, key=name)
 
 
-def check_whole(keys: KeyList, value: Any, call: str, is_table: Callable[[str], bool]) -> None:
-    """Raises NotAllowed if a key of the call is a table, or a value is one for a table."""
+def check_no_tables(keys: KeyList, is_table: Callable[[str], bool]) -> None:
+    """Raises NotAllowed if a key of the call is a table."""
     for name in keys.names:
         if is_table(name):
             raise table_error(keys.written.get(name, name))
+
+
+def check_whole(keys: KeyList, value: Any, call: str, is_table: Callable[[str], bool]) -> None:
+    """Raises NotAllowed if a key of the call is a table, or a value is row-sparse."""
+    check_no_tables(keys, is_table)
     if has_tables(keys, value):
-        raise NotAllowed(f"{call} takes no rows of tables: push them, and read rows with row_sparse_pull(key, row_ids)")
+        values = value if keys.many else [value]
+        key = keys.at(next(place for place, entry in enumerate(values) if is_for_table(entry)) % keys.size)
+        raise NotAllowed(f"{call} takes whole values for key {key!r}: push rows, or pass value.to_dense()", key=key)
 
 
 def no_table_error(key: str | int) -> NotAllowed:

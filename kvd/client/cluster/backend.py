@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvd.client.calls.backend import DECLARING_TYPES, Backend, StoreFacts, StoreType
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.memory_budget import MemoryBudget
@@ -13,7 +15,7 @@ from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.broadcast import ClusterAssignments
 from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.compression import GradientCompression
-from kvd.client.cluster.deletion import ClusterDeletion
+from kvd.client.cluster.deletion import ClusterDeletion, KeyCache
 from kvd.client.cluster.engine import Engine
 from kvd.client.cluster.joining import Arrival, Joining, warn_of_other_ranks
 from kvd.client.cluster.nodes import ClusterNodes
@@ -109,27 +111,29 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         facts.rank, facts.restarted, lambda name: int(engine.submit(requests.ClockOf(name)).result())
     )
     snapshots = ClusterSnapshots(engine, steps, facts, unobserved, restored)
+    values = ClusterValues(
+        engine,
+        arguments,
+        PlainCalls(bound, settings.slice_bytes),
+        bound,
+        unobserved,
+        steps,
+        restored,
+        facts.rank,
+        config.check_bound,
+        compression,
+        tables,
+        engine.express_way(bound, settings.slice_bytes),
+        engine.express_flight_way(bound, settings.slice_bytes),
+        declares=facts.type in DECLARING_TYPES,
+    )
+    caches: Sequence[KeyCache] = [arguments, bound, assignments, restored, compression, tables, values]
     return Backend(
         facts=facts,
-        values=ClusterValues(
-            engine,
-            arguments,
-            PlainCalls(bound, settings.slice_bytes),
-            bound,
-            unobserved,
-            steps,
-            restored,
-            facts.rank,
-            config.check_bound,
-            compression,
-            tables,
-            engine.express_way(bound, settings.slice_bytes),
-            engine.express_flight_way(bound, settings.slice_bytes),
-            declares=facts.type in DECLARING_TYPES,
-        ),
+        values=values,
         tables=tables,
         assignments=assignments,
-        deletion=ClusterDeletion(engine, arguments, bound, assignments, restored, unobserved, compression, tables),
+        deletion=ClusterDeletion(engine, arguments, unobserved, caches),
         binding=ClusterBinding(engine, arguments, bound),
         rounds=ClusterRounds(engine, unobserved, steps),
         steps=steps,

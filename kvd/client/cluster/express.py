@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 from typing import Any
 from weakref import WeakSet
 
@@ -125,7 +126,11 @@ class ExpressWay:
         if repeated is not None:
             self._prepared.keep(key, PreparedCall(key, item, value, repeated, changes), 2 * value.nbytes)
 
-    def forget(self) -> None:
+    def forget(self, names: Collection[str]) -> None:
+        """Keys with these names are deleted: a call on them is prepared again."""
+        self._prepared.forget(names)
+
+    def forget_all(self) -> None:
         """No call goes this way until it is prepared again."""
         self._prepared.clear()
 
@@ -207,7 +212,7 @@ class ExpressWay:
 
 def _forget_all() -> None:
     for way in list(_ways):
-        way.forget()
+        way.forget_all()
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -12,7 +12,7 @@ takes its value out of the frame, and its promise is kept as that of any other c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,10 @@ class ExpressFlightWay:
             self._driver.stepper.leave(math.inf)
         if route is not None:
             self._prepared.keep(name, PreparedFlight(value, route), value.nbytes)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Keys with these names are deleted: a call on them is prepared again."""
+        self._prepared.forget(names)
 
     # ── the way out ──
 

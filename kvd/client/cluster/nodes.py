@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvd.client.calls import checks
 from kvd.client.calls.backend import Node
@@ -48,6 +48,10 @@ class ClusterNodes:
 
     def is_scheduler_dead(self, timeout_s: float) -> bool:
         return self.engine.scheduler_silence_s() > timeout_s > 0
+
+    def most_nodes(self) -> Mapping[str, int]:
+        settings = self.engine.machine.view.settings
+        return {"server": settings.num_servers, "worker": settings.most_workers}
 
     def push_staleness(self) -> Handle:
         asked = self.engine.submit(requests.Control((StatusQuery(0),)))

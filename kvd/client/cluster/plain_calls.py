@@ -6,7 +6,7 @@ Its arrays are looked at each time, since a program may pass others, or change t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -69,6 +69,11 @@ class PlainCalls:
                 self._lists.clear()
             names = tuple(keys.names)
             self._lists[len(names), names[0], names[-1]] = RepeatedList(names)
+
+    def forget(self, names: Set[str]) -> None:
+        """Keys with these names are deleted."""
+        self._keys.difference_update(names)
+        self._lists = {place: repeated for place, repeated in self._lists.items() if names.isdisjoint(repeated.names)}
 
     def find(self, key: Any, value: Any, out: Any) -> PlainCall | None:
         """The call, if it is a plain one; of all others None.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Generic, TypeVar
 
 MOST_PREPARED = 1024
@@ -27,6 +28,11 @@ class PreparedCalls(Generic[T]):
             self.clear()
         self.by_key[key] = call
         self._nbytes += nbytes
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop the calls on the keys with these names."""
+        for key in [key for key in self.by_key if str(key) in names]:
+            self.drop(key)
 
     def drop(self, key: str | int) -> None:
         self.by_key.pop(key, None)

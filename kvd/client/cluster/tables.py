@@ -18,6 +18,7 @@ from kvd.client.calls.tables import (
     pulled_rows,
     rows_at_once,
     wanted_rows,
+    with_dense_rows,
 )
 from kvd.client.calls.values import Array, Source
 from kvd.client.cluster.arguments import Arguments
@@ -26,7 +27,7 @@ from kvd.client.cluster.row_pulls import check_size, row_pull
 from kvd.client.cluster.table_export import listed
 from kvd.core import requests
 from kvd.core.requests import Item
-from kvd.errors import RemoteError
+from kvd.errors import KeyNotFound, RemoteError
 from kvd.node.table_file import write_table
 from kvd.protocol.specs import KeySpec
 from kvd.tables.by_part import rows_in_parts
@@ -62,15 +63,15 @@ class ClusterTables:
         self._engine = engine
         self._arguments = arguments
         self._tables: dict[str, KnownTable] = {}
-        self._others: set[str] = set()  # keys that are no tables
+        self._others: dict[str, KeySpec] = {}  # keys that are no tables
         self._inited: set[str] = set()  # keys that this process wanted to make as tables
 
     # ── which keys are tables ──
 
-    def unknown(self, key: Any, value: Any) -> Handle | None:
+    def unknown(self, key: Any, value: Any, *, takes_pairs: bool = True) -> Handle | None:
         """See `Tables.unknown`."""
         keys = key_list(key)
-        if value is not None and not has_tables(keys, value) and not may_be_pairs(keys, value):
+        if value is not None and not has_tables(keys, value) and not (takes_pairs and may_be_pairs(keys, value)):
             return None
         names = [name for name in keys.names if name not in self._tables and name not in self._others]
         return Handle(self._engine.run(self._ask(names))) if names else None
@@ -99,11 +100,34 @@ class ClusterTables:
                     self._note(name, self._engine.submit(requests.DescribeKey(name)).result())
         return bool(self._tables) and any(map(self.is_table, keys.names))
 
+    def with_dense_rows(
+        self, keys: KeyList, value: Any, *, cast: bool, in_place: bool = False, declares: bool = False
+    ) -> Any:
+        """See `with_dense_rows`.
+
+        Args:
+            declares: the call makes the keys that are new.
+
+        Raises:
+            KeyNotFound: nobody made a key that gets rows.
+        """
+
+        def is_table(name: str) -> bool:
+            if name not in self._tables and name not in self._others:
+                try:
+                    self._note(name, self._engine.submit(requests.DescribeKey(name)).result())
+                except KeyNotFound:
+                    if not declares:
+                        raise
+            return self.is_table(name)
+
+        return with_dense_rows(keys, value, is_table, self._others.get, cast=cast, in_place=in_place)
+
     def forget(self, names: Sequence[str]) -> None:
         """The keys are deleted: others may get their names."""
         for name in names:
             self._tables.pop(name, None)
-            self._others.discard(name)
+            self._others.pop(name, None)
             self._inited.discard(name)
 
     def _known(self, name: str) -> KnownTable:
@@ -116,7 +140,7 @@ class ClusterTables:
 
     def _note(self, name: str, spec: KeySpec) -> None:
         if spec.table is None:
-            self._others.add(name)
+            self._others[name] = spec
         else:
             self._tables[name] = KnownTable(spec, table_of_spec(spec))
 

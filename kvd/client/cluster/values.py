@@ -17,7 +17,7 @@ from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
-from kvd.client.calls.tables import check_descriptions, check_whole, parted
+from kvd.client.calls.tables import check_descriptions, check_no_tables, parted
 from kvd.client.calls.unobserved_errors import UnobservedErrors
 from kvd.client.calls.values import BYTE, Array, Source, Target, are_sources_kept, first_unlike
 from kvd.client.cluster.arguments import Arguments
@@ -85,6 +85,7 @@ class ClusterValues:
         self._express = express
         self._flights = flights
         self._declares = declares
+        self._declared: set[str] = set()
         self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
@@ -126,6 +127,7 @@ class ClusterValues:
             if not keys.many and self._tables.is_table(names[0]):  # by far the most common push of rows
                 whole, value, tables = NO_KEYS, (), [(names[0], value)]
             elif self._tables.are_pushed(keys, value):
+                value = self._tables.with_dense_rows(keys, value, cast=cast)
                 whole_names, value, tables = parted(keys, value, self._tables.is_table)
                 whole = KeyList(whole_names, True, None, keys.written)
             if tables:
@@ -182,6 +184,14 @@ class ClusterValues:
         """The form in which pulled values may come. Where none does, keys are pulled together."""
         compressing = self._compression.current
         return None if compressing is None or not self._engine.machine.view.is_sync else compressing.takes
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The keys are deleted: the next call on them may make them, so it takes no short way."""
+        deleted = frozenset(names)
+        self._declared -= deleted
+        self._plain.forget(deleted)
+        self._express.forget(deleted)
+        self._flights.forget(deleted)
 
     def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
         keys = self._arguments.named(key)
@@ -240,12 +250,16 @@ class ClusterValues:
         names = keys.names
         priority, samples = checks.priority_and_samples(priority, samples)
         try:
-            check_whole(keys, value, "pushpull", self._tables.is_table)
+            value = self._tables.with_dense_rows(
+                keys, value, cast=cast, in_place=bool(in_place) and not view, declares=self._declares
+            )
+            check_no_tables(keys, self._tables.is_table)
             outs = CastOuts(keys, out, in_place) if cast and not view else None
             targets = [] if cast or view else self._arguments.targets(keys, out, in_place=in_place)
             pushed = self._pushed(keys, value, cast, copy=copy, reservation=reservation)
         except RemoteError as error:
             say_unpushed(error, self._engine.machine.view)
+            self._engine.written.restored(error)
             raise
         sources = pushed.sources
         if not names:
@@ -293,12 +307,21 @@ class ClusterValues:
         """Worker 0 makes the keys that are new, of zeros. The call that follows waits in their queues until they are
         there."""
         for name, (_, spec) in zip(names, sources, strict=True):
-            if self._engine.machine.has_pushed(name):
+            if name in self._declared:
                 continue
+            self._declared.add(name)
             if self._rank == 0:
-                made = self._engine.submit(requests.InitKeys((Item(name, spec, np.zeros(spec.nbytes, BYTE)),)))
-                self._watched((name,), Handle(_but_for_existing(made), what="init"))
-            self._engine.submit(requests.DescribeKey(name, wait=True))
+                init = self._engine.submit(requests.InitKeys((Item(name, spec, np.zeros(spec.nbytes, BYTE)),)))
+                made = _but_for_existing(init)
+                made.on_end(partial(self._declaration_ended, name))
+                self._watched((name,), Handle(made, what="init"))
+            found = self._engine.submit(requests.DescribeKey(name, wait=True))
+            found.on_end(partial(self._declaration_ended, name))
+
+    def _declaration_ended(self, name: str, promise: Promise) -> None:
+        """If a declaration failed, the next call declares the key again."""
+        if promise.exception() is not None:
+            self._declared.discard(name)
 
     def pushpull_and_wait(
         self, key: Any, value: Any, out: Any, priority: int, samples: int, cast: bool = False, view: bool = False

@@ -100,9 +100,9 @@ class KVStore(StoreProperties):
         await self._find_out(key)
         return int(await self._backend.tables.export_table(key, path, since))
 
-    async def _find_out(self, key: Any, value: Any = None) -> None:
+    async def _find_out(self, key: Any, value: Any = None, *, takes_pairs: bool = True) -> None:
         """Waits until it is known which keys are tables, if a call needs to know."""
-        unknown = self._backend.tables.unknown(key, value)
+        unknown = self._backend.tables.unknown(key, value, takes_pairs=takes_pairs)
         if unknown is not None:
             await unknown
 
@@ -121,6 +121,7 @@ class KVStore(StoreProperties):
         copy: bool = True,
     ) -> Any:
         view = not wants_copy(copy, out)
+        await self._find_out(key, value, takes_pairs=False)
         handle = await _when_there_is_room(
             lambda reservation: self._backend.values.pushpull(
                 key, value, out, priority, samples, True, reservation, cast, view

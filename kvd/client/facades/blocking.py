@@ -86,6 +86,10 @@ class KVStore(StoreProperties, KVStoreBase):
         Rows of the same id are added up in their order. Only these rows change: an optimizer updates, and decays, no
         others. A NaN gets no further than its row. Without an optimizer the rows replace those of the table.
 
+        For another key these values, except for pairs, count as dense arrays that are zero in all other rows: decay
+        and momentum change every row. The worker makes the dense array and sends it whole, so use a table for a large
+        embedding.
+
         Args:
             priority: higher ones leave this worker first.
             samples: how many samples the value is the mean of; only a weighted merge uses it.
@@ -94,7 +98,7 @@ class KVStore(StoreProperties, KVStoreBase):
 
         Raises:
             NotResumed: this worker of a synchronous store was restarted, and has not said where it goes on.
-            NotAllowed, ShapeMismatch, DtypeMismatch: the rows do not fit the table. Other errors are the handle's.
+            NotAllowed, ShapeMismatch, DtypeMismatch: the rows do not fit the key. Other errors are the handle's.
         """
         return self._blocking().values.push(key, value, priority, samples, None, cast)
 
@@ -215,7 +219,8 @@ class KVStore(StoreProperties, KVStoreBase):
 
         Raises:
             ShapeMismatch, DtypeMismatch: `value` or `out` does not fit the key; the message says which.
-            NotAllowed: the result cannot be written to `out`, as in `pull`; or to `value` without `out`.
+            NotAllowed: the result cannot be written to `out`, as in `pull`; or to `value` without `out`, as if that
+                has only some rows.
         """
         view = copy is not True and not wants_copy(copy, out)
         return self._blocking().values.pushpull_and_wait(key, value, out, priority, samples, cast, view)
@@ -518,7 +523,10 @@ class KVStore(StoreProperties, KVStoreBase):
 
         Args:
             node_id: as in ps-lite: group masks (scheduler 1, servers 2, workers 4, or a sum of them), or one node:
-                server r is 8 + 2r, worker r is 9 + 2r.
+                server r is 8 + 2r, worker r is 9 + 2r. With `max_workers` every worker below that number has an id.
+
+        Raises:
+            NotAllowed: the job has no such node; the message lists the ids that it has.
         """
         return count_dead(self._blocking().nodes, node_id, timeout)
 

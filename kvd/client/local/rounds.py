@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvd.client.calls import checks
@@ -81,6 +81,9 @@ class NoNodes:
 
     def is_scheduler_dead(self, timeout_s: float) -> bool:
         return False
+
+    def most_nodes(self) -> Mapping[str, int]:
+        return {"server": 0, "worker": 1}
 
     def push_staleness(self) -> Handle:
         self._keys.check_open()

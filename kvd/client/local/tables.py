@@ -94,7 +94,7 @@ class LocalTables:
 
         return self._keys.answered(work)
 
-    def unknown(self, key: Any, value: Any) -> None:
+    def unknown(self, key: Any, value: Any, *, takes_pairs: bool = True) -> None:
         """See `Tables.unknown`."""
 
     def _key(self, name: str) -> str | int:

@@ -16,7 +16,14 @@ from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice, own_merges, with_merge
 from kvd.client.calls.program_steps import ProgramSteps
-from kvd.client.calls.tables import check_descriptions, check_whole, has_tables, parted
+from kvd.client.calls.tables import (
+    check_descriptions,
+    check_no_tables,
+    check_whole,
+    has_tables,
+    parted,
+    with_dense_rows,
+)
 from kvd.client.calls.tied_weights import TensorsOfKeys
 from kvd.client.calls.values import (
     Array,
@@ -40,7 +47,7 @@ from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.worker.step_loops import Replay
 from kvd.errors import KeyExists
-from kvd.protocol.specs import MAX_SLICE_BYTES
+from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 from kvd.tables.first_rows import first_rows
 
 
@@ -104,6 +111,7 @@ class LocalValues:
         return self._keys.watched(keys.names, work, self._steps.untake_pushes)
 
     def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
+        value = self._with_dense_rows(keys, value, cast=cast)
         names, values, tables = parted(keys, value, self._keys.is_table)
         sources = _sources(KeyList(names, True, None, keys.written), values, copy=False)
         rows = self._keys.at_once(lambda: self._tables.rows(tables, cast=cast))
@@ -116,6 +124,16 @@ class LocalValues:
             self._tables.push([name for name, _ in tables], rows, samples)
 
         return self._watched_push(keys, work)
+
+    def _with_dense_rows(self, keys: KeyList, value: Any, *, cast: bool, in_place: bool = False) -> Any:
+        """See `with_dense_rows`."""
+
+        def spec_of_key(name: str) -> KeySpec:
+            return self._keys.entry(name).spec
+
+        return self._keys.at_once(
+            lambda: with_dense_rows(keys, value, self._keys.is_table, spec_of_key, cast=cast, in_place=in_place)
+        )
 
     def _update(self, names: list[str], sources: list[Source], samples: int, cast: bool) -> None:
         """All keys are checked before the first changes."""
@@ -171,8 +189,9 @@ class LocalValues:
     ) -> Handle:
         keys = self._keys.named(key)
         priority, samples = checks.priority_and_samples(priority, samples)
-        check_whole(keys, value, "pushpull", self._keys.is_table)
+        check_no_tables(keys, self._keys.is_table)
         in_place = "pushpull" if out is None else ""
+        value = self._with_dense_rows(keys, value, cast=cast, in_place=bool(in_place) and not view)
         out = value if out is None else out
         outs = CastOuts(keys, out, in_place) if cast and not view else None
         targets = [] if cast or view else _targets(keys, out, in_place)

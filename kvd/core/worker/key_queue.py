@@ -201,10 +201,11 @@ class KeyQueue:
             self._pushes.settle(call)
 
     def fail_waiting(self, key: WorkerKey, error: KvdError) -> bool:
-        """Fails the calls that queue for a key that cannot be had. True if some would wait until it is live."""
+        """Fails the calls that queue for a key that cannot be had. True if some would wait until it is live: then those
+        behind them wait, too."""
         some_wait = False
         for call in list(key.queue):
-            if isinstance(error, KeyNotFound) and getattr(call.request, "wait", False):
+            if isinstance(error, KeyNotFound) and (some_wait or getattr(call.request, "wait", False)):
                 some_wait = True
             elif isinstance(error, KeyNotFound) and self._was_deleted_before(call, key):
                 self._leave_out(call, key)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvd.client.facades.blocking import KVStore
-from kvd.errors import ConfigError, InputMismatch, KeyExists
+from kvd.errors import ConfigError, InputMismatch, KeyExists, MergeMismatch
 from kvd.parallel.device import HostArray
 from kvd.parallel.group.binding import Binding
 from kvd.parallel.group.parameters import host_arrays, write_means
@@ -47,9 +47,19 @@ class ParameterKeys:
         self._kv = kv
         self._keys: dict[str, str | int] = {**self.params, **self.states}
 
-    def init(self, binding: Binding) -> None:
+    def init(self, binding: Binding, *, averaged: bool) -> None:
         """Make every key with rank 0's value, the mean over its devices. A key that is live keeps its value. Those of
-        row-sparse parameters are tables."""
+        row-sparse parameters are tables.
+
+        Args:
+            averaged: gradients must be averaged over the workers, so a cluster that sums makes the keys of parameters
+                with a merge of their own. Otherwise a key that is live keeps its merge, too.
+
+        Raises:
+            MergeMismatch: a live key has another merge, and its gradients must be averaged.
+        """
+        averaged = averaged and self._kv.num_servers > 0  # without a cluster there is nothing to average
+        own_merge = "mean" if averaged and self._kv.merge == "sum" else None
         values: dict[str, Any] = {**host_arrays(binding, list(self._keys))}
         if self._kv.rank == 0:  # the others' are not read
             write_means(binding, values)
@@ -61,12 +71,16 @@ class ParameterKeys:
         handles = []
         for name, value in values.items():
             try:
-                handles.append(self._kv.init_async(self._keys[name], value))
+                merge = own_merge if name in self.params else None
+                handles.append(self._kv.init_async(self._keys[name], value, merge=merge))
             except KeyExists as error:  # a store in this process answers at once
                 errors.append(error)
         errors += [handle.exception() for handle in handles]
         for failure in errors:
-            if failure is not None and not isinstance(failure, KeyExists):
+            if isinstance(failure, MergeMismatch):
+                if averaged:
+                    raise _merge_error(failure.key, own_merge or self._kv.merge) from failure
+            elif failure is not None and not isinstance(failure, KeyExists):
                 raise failure
 
     def pull(self, values: Mapping[str, HostArray]) -> None:
@@ -100,3 +114,10 @@ class ParameterKeys:
         """From now on, and while it exists, ``owner`` alone writes into the store's arrays of these parameters."""
         owners = _owners.setdefault(self._kv, weakref.WeakValueDictionary())
         owners.update(dict.fromkeys([str(self.params[name]) for name in names], owner))
+
+
+def _merge_error(key: str | int, merge: str) -> MergeMismatch:
+    """The error of a live key that has another merge than a group with an optimizer needs."""
+    text = f"key {key!r} exists with another merge than {merge!r}, which a group with an optimizer needs"
+    remedy = f"make it with merge={merge!r}; or set the optimizer on the store, and bind the group without one"
+    return MergeMismatch(f"{text}: {remedy}", key=key)

@@ -15,7 +15,7 @@ from kvd.client.calls.backend import store_type
 from kvd.client.facades.blocking import KVStore, backend_of, stopped_in_loop
 from kvd.compute.arrays import sum_devices
 from kvd.errors import ConfigError, InputMismatch, NotAllowed
-from kvd.optimizer import Optimizer, with_hyperparameters
+from kvd.optimizer import Optimizer
 from kvd.parallel.device import Array, HostArray
 from kvd.parallel.group.binding import Binding, BoundModel
 from kvd.parallel.group.downloads import Downloads
@@ -54,10 +54,11 @@ class GradientPipeline:
     only copy. The model computes with arrays of its own, which torch needs to be writable.
 
     **Scale.** A group's gradient is that of the mean loss of this worker's batch. Merged with ``"mean"``, or
-    ``"weighted"`` by the samples that each push reports (exact for unequal batches), it is that of the mean over all
-    workers. Where the store merges with ``"sum"``, the optimizer given here gets ``rescale_grad / num_workers``, which
-    gives the same for equal batches. An optimizer that was set on the store elsewhere is left alone. A
-    `TorchModel` may have a sum in place of the mean over a batch; over the workers it is averaged all the same.
+    ``"weighted"`` by the samples that each push reports (exact for unequal batches), it is that of the mean over the
+    workers that take part in the round. If an optimizer is given and the store merges with ``"sum"``, the keys of the
+    parameters are made with ``merge="mean"``. Without an optimizer here, the keys have the merge of the store, and
+    keys that exist keep theirs. A `TorchModel` may compute the sum over a batch instead of the mean; over the workers
+    it is averaged all the same.
 
     Attributes:
         kv: the store.
@@ -75,6 +76,7 @@ class GradientPipeline:
         InputMismatch: ``names`` has a name that is not a parameter.
         NotAllowed: ``update="local"`` with keys that were trained already: the store holds no weights then.
         ShapeMismatch, DtypeMismatch: the keys are of another model.
+        MergeMismatch: an optimizer is given, and a key exists that is merged by ``"sum"``.
         NodeLost, RequestTimeout: as every call of the store.
     """
 
@@ -96,12 +98,9 @@ class GradientPipeline:
         self._in_step = self._has_sent = False
         self._samples = 1
         self._sends_when_ready = True
-        if optimizer is not None:
-            scale = 1 / kv.num_workers if kv.merge == "sum" else 1.0
-            optimizer = with_hyperparameters(optimizer, {"rescale_grad": optimizer.rescale_grad * scale})
         if update == "server" and optimizer is not None:
             kv.set_optimizer(optimizer)
-        self._parameter_keys.init(binding)
+        self._parameter_keys.init(binding, averaged=optimizer is not None)
         self.clock = self._find_step(update)
         trained = set(binding.trained)
         has_gpu = any(thread.device.is_cuda for thread in bound.threads)

@@ -47,7 +47,7 @@ def fit(
     *Fewer batches* for some workers: set ``uneven`` on all. A worker whose data ends leaves the rounds for good
     (``kv.join``), the others continue, and all end with the same weights; the store takes no pushes of this job after
     it. States then stay each worker's own. Without ``uneven``, workers with more batches wait until their deadline.
-    With ``merge="sum"`` each worker that leaves makes the gradient smaller; with ``"mean"`` and ``"weighted"`` not.
+    The gradient is then the mean over those that are left.
 
     *States* (running means) are each worker's own while it trains; at the end all get rank 0's.
 
