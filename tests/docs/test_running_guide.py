@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,6 +194,7 @@ def test_a_shared_cluster_from_its_keys_to_its_upgrade(hosts: Hosts) -> None:
         assert worker.wait(TIMEOUT_S) != 0
 
     daemons = [hosts.start(command) for command in starts]
+    wait_until(lambda: hosts.succeeds("kvd doctor"), "the cluster has started again", TIMEOUT_S)
     for command in restoring:
         hosts.run(command)
     for rank in range(2):
@@ -257,7 +259,7 @@ def test_the_formula_is_what_servers_count(replicas: int) -> None:
 
 def test_the_formula_bounds_the_servers_that_are_left_after_a_death() -> None:
     nbytes = NUM_SERVERS * SLICES_EACH * SLICE_BYTES
-    settings = {"replicas": 2, "slice_bytes": SLICE_BYTES, "server_timeout_s": 2.0}
+    settings: dict[str, Any] = {"replicas": 2, "slice_bytes": SLICE_BYTES, "server_timeout_s": 2.0}
     with LocalCluster(NUM_WORKERS, NUM_SERVERS, processes=True, **settings) as cluster:
         stores = cluster.open_stores()
         handles = [store.init_async("w", np.zeros(nbytes // 4, np.float32)) for store in stores]
