@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ class Store:
     def __init__(self, name=""):
         self.name = name
         leave_at_exit(self)
-    def claim_end(self):
+    def claim_end(self, forget=forget):  # IPython empties its namespace at the end
         forget(self)
         return True
     def begin_close(self, *, barrier):
@@ -37,8 +38,8 @@ class Store:
         self.say("well, meets the others" if leaving else "well")
     def abandon(self, *, failed):
         self.say("failed" if failed else "left")
-    def say(self, how):
-        os.write(1, f"> {self.name}{how}\\n".encode())
+    def say(self, how, write=os.write):
+        write(1, ("@" f"@ {self.name}{how}\\n").encode())
 """
 
 #: How a program ends: by which code, and whether that is a failure. None: it never says.
@@ -115,14 +116,14 @@ def said_by(*arguments: str, **options: Any) -> list[str]:
     """What the stores of a program of Python said. It may fail."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        env=without_settings(),
+        env=without_settings(IPYTHONDIR=os.devnull),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         check=False,
         **options,
     )
-    return [line.removeprefix("> ") for line in done.stdout.splitlines() if line.startswith("> ")]
+    return [line.partition("@@ ")[2] for line in done.stdout.splitlines() if "@@ " in line]  # a prompt may come first
 
 
 def wanted(failed: bool) -> str:
@@ -148,6 +149,9 @@ TYPO = "pritn(1)\n"
         (["-i", "-q"], "def f():\n    1 / 0\n\nf()\nraise SystemExit\n", False),
         (["-i", "-q", "program.py"], "exit()\n", False),  # the program failed, its shell did not
         (["-i", "-q", "program.py"], "exit(3)\n", True),
+        (["-m", "IPython", "--simple-prompt"], TYPO + "exit()\n", False),
+        (["-m", "IPython", "--simple-prompt"], TYPO, False),
+        (["-m", "IPython", "program.py"], "", True),
         (["program.py"], "", True),
         (["-m", "program"], "", True),
         (["-"], TYPO, True),

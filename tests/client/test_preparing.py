@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvd
+from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.preparing import Preparation, Prepared
 from kvd.config import load
 from kvd.errors import JobBusy, NotAllowed, SnapshotError
@@ -47,7 +48,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def prepare(cluster: LocalCluster, path: Path, **changes: Any) -> Prepared:
     preparation = Preparation(path)
     settings = {**cluster.settings, "scheduler": cluster.address, **changes}
-    return preparation.make(load(settings, environ={}), preparation.type_name, print)
+    return preparation.make(load(settings, environ={}), preparation.type_name, Arrival(tell=print))
 
 
 def goes_on(kv: kvd.KVStore) -> Any:

@@ -26,25 +26,10 @@ from kvd.node.scheduler_search import KeyWait, Notices, no_answer, remedy
 from kvd.testing.cluster import LocalCluster, ThreadNode, wait_until
 from kvd.transport.probe import Finding, Outcome
 from kvd.transport.reaching import UnknownNameError
+from tests.transport.names_harness import Names
 
 NAME = "late.example"
 REFUSED = Finding(Outcome.REFUSED, "Connection refused")
-
-
-class Names:
-    """A name server: addresses by name, which a test may change."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, list[str]] = {}
-        self._real = socket.getaddrinfo
-
-    def getaddrinfo(self, host: str, port: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if not host.endswith(".example"):
-            return self._real(host, port, *args, **kwargs)
-        numbers = self.known.get(host, [])
-        if not numbers:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [found for number in numbers for found in self._real(number, port, *args, **kwargs)]
 
 
 @pytest.fixture

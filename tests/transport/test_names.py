@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import threading
 from typing import Any
 
 import pytest
 
 from kvd.core.machine import SCHEDULER
-from kvd.transport.reaching import UnknownNameError, connect_to_any, look_up, number_that_accepts
+from kvd.transport.probe import Outcome, try_handshake
+from kvd.transport.reaching import (
+    UnknownNameError,
+    connect_to_any,
+    look_up,
+    number_that_accepts,
+    with_zone,
+    zone_of,
+)
+from tests.transport.names_harness import Names
 from tests.transport.test_curve import nodes, until
 
-
-class Names:
-    """A name server with one name."""
-
-    def __init__(self) -> None:
-        self.numbers: list[str] = []
-        self._real = socket.getaddrinfo
-
-    def getaddrinfo(self, host: str, port: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if host != "host.example":
-            return self._real(host, port, *args, **kwargs)
-        if not self.numbers:
-            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        return [found for number in self.numbers for found in self._real(number, port, *args, **kwargs)]
+NAME = "host.example"
 
 
 @pytest.fixture
@@ -39,9 +37,9 @@ def test_a_message_reaches_a_name_that_becomes_known_and_moves(names: Names) -> 
     async def main() -> None:
         async with nodes(None, None, None) as (first, second, client):
             port = first.transport.listen("tcp://127.0.0.1:0").rpartition(":")[2]
-            client.transport.connect(SCHEDULER, f"tcp://host.example:{port}")
+            client.transport.connect(SCHEDULER, f"tcp://{NAME}:{port}")
             assert not client.transport.send(SCHEDULER, b"unknown", [])
-            names.numbers = ["::1", "127.0.0.1"]  # nothing listens at the first one
+            names.known[NAME] = ["::1", "127.0.0.1"]  # nothing listens at the first one
 
             def arrives(at: Any) -> bool:
                 client.transport.send(SCHEDULER, b"hello", [])
@@ -50,7 +48,7 @@ def test_a_message_reaches_a_name_that_becomes_known_and_moves(names: Names) -> 
             await until(lambda: arrives(first))
             assert first.received[0][0] == b"hello"
             second.transport.listen(f"tcp://127.0.0.2:{port}")
-            names.numbers = ["127.0.0.2"]
+            names.known[NAME] = ["127.0.0.2"]
             first.transport.close(0)
             await until(lambda: arrives(second))
 
@@ -77,17 +75,56 @@ def test_all_addresses_of_a_name_are_listened_at() -> None:
 def test_the_first_address_that_accepts_is_taken(names: Names) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        names.numbers = ["::1", "127.0.0.2", "127.0.0.1"]
-        assert number_that_accepts("host.example", port, 10.0) == "127.0.0.1"
-        with connect_to_any("host.example", port, 10.0) as connection:
+        names.known[NAME] = ["::1", "127.0.0.2", "127.0.0.1"]
+        assert number_that_accepts(NAME, port, 10.0) == "127.0.0.1"
+        with connect_to_any(NAME, port, 10.0) as connection:
             assert connection.getpeername() == ("127.0.0.1", port)
     with pytest.raises(ConnectionRefusedError):
-        connect_to_any("host.example", port, 10.0)
-    names.numbers = ["127.0.0.3"]
-    assert number_that_accepts("host.example", port, 10.0) == "127.0.0.3"  # there is no other
+        connect_to_any(NAME, port, 10.0)
+    names.known[NAME] = ["127.0.0.3"]
+    assert number_that_accepts(NAME, port, 10.0) == "127.0.0.3"  # there is no other
 
 
-@pytest.mark.parametrize("host", ["host.example", "x" * 64 + ".example"])
+@pytest.mark.parametrize("host", [NAME, "x" * 64 + ".example"])
 def test_a_name_without_addresses(host: str, names: Names) -> None:
     with pytest.raises(UnknownNameError):
         look_up(host, 9)
+
+
+def test_a_link_local_address_has_the_interface_of_the_host_that_uses_it() -> None:
+    here, elsewhere = "tcp://[fe80::1%eth0]:9", "tcp://[fe80::1]:9"
+    assert (zone_of(here), zone_of(elsewhere), zone_of("tcp://[fd00::1]:9")) == ("eth0", "", "")
+    assert with_zone(here, "") == elsewhere
+    assert with_zone(elsewhere, "lan1") == with_zone(here, "lan1") == "tcp://[fe80::1%lan1]:9"
+    for other in ("tcp://[fd00::1]:9", "tcp://10.0.0.1:9", "ipc:///tmp/x", "nonsense"):
+        assert with_zone(other, "lan1") == other
+
+
+@pytest.mark.parametrize(
+    ("greets", "answers", "name"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", b"", "an SSH server"),
+        (b"", b"HTTP/1.0 400 Bad Request\r\n\r\n", "a web server (HTTP)"),
+        (b"", b"-ERR wrong number of arguments for 'get' command\r\n", "a Redis server"),
+        (b"", b"ERROR\r\n", "a program that says 'ERROR'"),
+    ],
+)
+def test_a_service_at_the_address_is_named(greets: bytes, answers: bytes, name: str) -> None:
+    """Some services greet, the others answer once a line has come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the server was closed
+                while True:
+                    connection, _ = server.accept()
+                    connection.sendall(greets)
+                    with connection, connection.makefile("rb") as lines:
+                        if lines.readline().endswith(b"\n"):
+                            connection.sendall(answers)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = try_handshake(f"tcp://127.0.0.1:{server.getsockname()[1]}", None, timeout_s=0.5)
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert found == (Outcome.NOT_ZMQ, name)

@@ -118,8 +118,8 @@ def _is_success(code: object) -> bool:
 class _ExitCode:
     """`SystemExit.code`, which notes the code that ends the interpreter.
 
-    CPython reads it after the last frame of the main thread has ended, and runs the exit handlers next. Whoever else
-    reads it, such as a program that catches the error, has a frame.
+    CPython reads it after the last frame of the main thread has ended, and runs the exit handlers next. A program that
+    catches the error and reads it has a frame.
     """
 
     def __init__(self, attribute: Any) -> None:
