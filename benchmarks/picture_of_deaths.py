@@ -21,7 +21,7 @@ from benchmarks.goodput import WARM_UP_STEPS, LaunchedTraining
 from kvd.testing.cluster import wait_until
 from kvd_cli.bench_svg import Event, Series, chart, linear
 
-TITLE: Final = "A training goes on when a worker and a server are killed"
+TITLE: Final = "Training continues when a worker and a server are killed"
 POLL_S: Final = 0.02
 MEGABYTES: Final = 4.0
 COMPUTES_S: Final = 0.1

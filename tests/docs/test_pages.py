@@ -33,6 +33,8 @@ FILES_AND_GROUPS = (
     "stores",
 )
 """What follows `kvd.` in the names of files, and of groups of entry points."""
+INSTALLS_KVD = re.compile(r"(?:pip|pipx|uv|conda)(?: [\w-]+)* (?:install|add|run)(?: [\w-]+)* ['\"]?kvd\b")
+"""Neither `kvd` nor `kvd-ps` of a registry is ours."""
 
 every_page = pytest.mark.parametrize("page", WITH_README, ids=lambda page: str(page.relative_to(ROOT)))
 every_page_for_users = pytest.mark.parametrize(  # that of figures has the benchmarks' flags and names as well
@@ -141,6 +143,15 @@ def found(name: str) -> Any:
     except ImportError:
         parent, _, last = name.rpartition(".")
         return getattr(found(parent), last)
+
+
+@pytest.mark.parametrize("page", [*WITH_README, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_installs_a_package_of_strangers(page: Path) -> None:
+    assert not INSTALLS_KVD.search(text_of(page))
+
+
+def test_no_message_installs_a_package_of_strangers() -> None:
+    assert not [text for text in texts() if INSTALLS_KVD.search(text)]
 
 
 @every_page

@@ -17,6 +17,21 @@ from tests.docs.sources_harness import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TIMEOUT_S = 115
 PRINTED = "[[1. 2. 3. 4.]]"
+MODULE = """
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.norm, self.last = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        self.scale = torch.nn.Parameter(torch.tensor(10.0))
+
+    def forward(self, x):
+        return self.scale * self.last(self.norm(x + torch.relu(self.second(torch.tanh(self.first(x))))))
+
+
+model = Module()
+"""
 
 
 def blocks(language: str, heading: str) -> list[str]:
@@ -31,7 +46,7 @@ def blocks(language: str, heading: str) -> list[str]:
 def folder(tmp_path: Path) -> Path:
     """A folder with the program of the README."""
     pytest.importorskip("torch")
-    [program] = blocks("python", "")
+    [program] = blocks("python", "The first program")
     assert program.startswith("# train.py\n")
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     return tmp_path
@@ -49,36 +64,63 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return child_environment({"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"})
 
 
+def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Run a command that succeeds, and return its output."""
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def launches() -> list[str]:
+    """Return the commands that run the program as a job on this machine."""
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+        for line in block.split("\n")
+    ]
+    return [line for line in lines if line.startswith("kvd launch ")]
+
+
 def test_the_program_has_about_ten_lines() -> None:
-    [program] = blocks("python", "")
+    [program] = blocks("python", "The first program")
     statements = [line for line in program.splitlines() if line and not line.startswith(("#", "import"))]
     assert len(statements) <= 15
 
 
-def test_the_program_as_a_job_on_this_machine(folder: Path, environment: dict[str, str]) -> None:
-    [command] = blocks("sh", "")
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_first_screen_has_the_picture_and_whom_kvd_is_not_for() -> None:
+    screen = README.partition("\n## ")[0]
+    assert len(screen.splitlines()) <= 24
+    assert "](docs/pictures/deaths.svg)" in screen
+    for words in ("**For**", "**Not for**", "MXNet", "Gloo"):
+        assert words in screen
+
+
+@pytest.mark.parametrize("command", launches())
+def test_the_program_as_a_job_on_this_machine(command: str, folder: Path, environment: dict[str, str]) -> None:
+    printed = run(shlex.split(command), folder, environment)
     for rank in range(2):
-        assert f"worker {rank}: {PRINTED}" in done.stdout
+        assert f"worker {rank}: {PRINTED}" in printed
     assert f"`{PRINTED}`" in README
 
 
 def test_the_program_in_one_process(folder: Path, environment: dict[str, str]) -> None:
-    """As its comment says."""
+    """Its comment says how."""
     program = (folder / "train.py").read_text(encoding="utf-8")
     assert program.count('"dist_sync"') == 2
     changed = program.replace('"dist_sync"', '"local"', 1)
-    done = subprocess.run(
-        [sys.executable, "-c", changed], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"worker 0: {PRINTED}" in done.stdout
+    assert f"worker 0: {PRINTED}" in run([sys.executable, "-c", changed], folder, environment)
+
+
+def test_any_module_takes_the_place_of_the_linear_one(folder: Path, environment: dict[str, str]) -> None:
+    """One with buffers, tied weights and a parameter without dimensions."""
+    program = (folder / "train.py").read_text(encoding="utf-8")
+    [model] = re.findall(r"^model = .*$", program, re.MULTILINE)
+    [result] = re.findall(r"^print\(.*$", program, re.MULTILINE)
+    changed = program.replace('"dist_sync"', '"local"', 1).replace(model, MODULE)
+    changed = changed.replace(result, 'print("loss", loss.item(), len(names))')
+    found = re.search(r"loss (\S+) (\d+)", run([sys.executable, "-c", changed], folder, environment))
+    assert found is not None
+    assert float(found[1]) < 3.0  # of 30 before the first step
+    assert int(found[2]) == 8  # the tied weight has one name

@@ -97,7 +97,7 @@ def _forget_count() -> Iterator[None]:
 @pytest.mark.parametrize("use", [lambda d: d.check(), lambda d: d.xp, lambda d: d.array([1])])
 def test_missing_cupy(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ConfigError, match=r"pip install cupy-cuda12x") as raised:
+    with pytest.raises(ConfigError, match="pip install cupy-cuda12x") as raised:
         use(Device.parse("cuda:0"))
     assert raised.value.setting == "devices"
 
