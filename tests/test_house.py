@@ -37,8 +37,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_only_the_log_reads_the_wall_clock() -> None:
-    """It may jump; what waits, expires or is ordered goes by the monotonic clock."""
+def test_the_wall_clock_is_read_for_people_only() -> None:
+    """It may jump; what waits, expires or is ordered goes by the monotonic clock.
+
+    The log shows the time, and `kvd status` the age of the last snapshot, which another host may have written.
+    """
     readers = set()
     for path in python_files("kvd", "cli"):
         for node in ast.walk(tree_of(path)):
@@ -51,7 +54,7 @@ def test_only_the_log_reads_the_wall_clock() -> None:
                 used = [name.name for name in node.names]
             if not WALL_CLOCK.isdisjoint(used):
                 readers.add(str(path.relative_to(ROOT)))
-    assert readers == {"kvd/observe/log.py"}
+    assert readers == {"kvd/observe/log.py", "kvd/client/cluster/publication.py", "cli/kvd_cli/cluster.py"}
 
 
 # ── imports ──
