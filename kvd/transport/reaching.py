@@ -86,7 +86,11 @@ def connect_to_any(host: str, port: int, timeout_s: float) -> socket.socket:
     poll = select.poll()
     try:
         for family, where in look_up(host, port):
-            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            except OSError as error:  # such as a kernel without IPv6
+                errors.append(error)
+                continue
             number = _begin(connection, where)
             if number in (0, errno.EINPROGRESS):
                 trying[connection.fileno()] = connection

@@ -85,6 +85,18 @@ def test_the_first_address_that_accepts_is_taken(names: Names) -> None:
     assert number_that_accepts(NAME, port, 10.0) == "127.0.0.3"  # there is no other
 
 
+def test_an_address_of_a_family_that_the_kernel_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the IPv6 address of a name where IPv6 is disabled. No kernel makes streams of AF_NETLINK."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = server.getsockname()
+        found = [(socket.AF_NETLINK, 0, 0, "", ("::1", 0)), (socket.AF_INET, 0, 0, "", where)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        assert number_that_accepts(NAME, where[1], 10.0) == "127.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[:1])
+    with pytest.raises(OSError, match="not supported"):
+        connect_to_any(NAME, where[1], 10.0)
+
+
 @pytest.mark.parametrize("host", [NAME, "x" * 64 + ".example"])
 def test_a_name_without_addresses(host: str, names: Names) -> None:
     with pytest.raises(UnknownNameError):
