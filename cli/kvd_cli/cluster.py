@@ -11,7 +11,7 @@ import click
 
 from kvd.client.calls.staleness import put_together
 from kvd.config import named_setting
-from kvd.errors import NotAllowed
+from kvd.errors import JobEnded, NotAllowed
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
 from kvd_cli.flags import common_options
@@ -115,8 +115,8 @@ def _other_jobs(report: Report) -> Iterator[dict[str, Any]]:
             continue
         try:
             other = _ask(f"{run['job']}@{run['run']}")
-        except NotAllowed:
-            continue  # the key is of other jobs
+        except (NotAllowed, JobEnded):
+            continue  # the key is of other jobs, or the run has just been given up
         health = health_of(other)
         yield {"healthy": health.is_healthy, "advice": health.advice, "job": run["job"], "run": run["run"], **other}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from kvd.errors import NotAllowed
+from kvd.errors import JobEnded, NotAllowed
 from kvd.protocol.messages import EXIT_BARRIER
 from kvd_cli import cluster
 from kvd_cli.health import Health, health_of
@@ -287,6 +287,10 @@ RUNS = [
 ]
 
 
+ENDED: dict[str, Any] = {}
+"""The report of a run that ends while the jobs are examined one after the other."""
+
+
 @pytest.fixture
 def doctor(kvd: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Runs ``kvd doctor`` against a cluster with these reports, by the name under which a job is asked for. A key that
@@ -298,6 +302,8 @@ def doctor(kvd: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Calla
             current().load_client()
             if job not in by_job:
                 raise NotAllowed("this key is of other jobs")
+            if by_job[job] is ENDED:
+                raise JobEnded("the run has ended", job=job)
             yield SimpleNamespace(status=lambda: {**by_job[job], "jobs": RUNS})
 
         monkeypatch.setattr(cluster, "observer", observer)
@@ -319,6 +325,11 @@ def test_all_jobs_under_way_are_examined(doctor: Callable[..., Result]) -> None:
         ("c", "1c", True),
     ]
     assert as_json["healthy"] is False
+
+
+def test_a_run_that_ends_meanwhile_is_passed_over(doctor: Callable[..., Result]) -> None:
+    result = doctor({"": NO_JOB, "a@1a": ENDED, "c@1c": NO_JOB}, "-o", "json")
+    assert [other["job"] for other in json.loads(result.stdout)["other_jobs"]] == ["c"], result.output
 
 
 def test_one_job_that_is_named_is_examined_alone(doctor: Callable[..., Result]) -> None:
