@@ -45,7 +45,7 @@ class StdinCopies:
         """Wait for what comes after the first `offset` bytes, and return it; empty at the end."""
         with self._changed:
             self._wanted = max(self._wanted, offset + READ_BYTES)
-            if not self._is_reading:
+            if not (self._is_reading or self._has_ended):
                 self._is_reading = True
                 threading.Thread(target=self._read, name="stdin", daemon=True).start()
             self._changed.notify_all()
@@ -54,7 +54,7 @@ class StdinCopies:
 
     def close(self) -> None:
         """End all copies, also those that wait for more."""
-        self._end()
+        self._end()  # from now on, no reader begins
         os.close(self._wake_writer)
         if not self._is_reading:
             os.close(self._wake_reader)
@@ -76,6 +76,8 @@ class StdinCopies:
                 break
             try:
                 data = self._next(begin)
+            except BlockingIOError:  # another process that has the descriptor was faster
+                continue
             except OSError:
                 if os.isatty(self._descriptor):
                     self._pause()

@@ -114,6 +114,20 @@ def test_the_end_of_the_job_ends_copies_that_wait() -> None:
     os.close(read)
 
 
+def test_a_copy_that_begins_after_the_end_of_the_job_reads_nothing(feed: Feed) -> None:
+    read = feed(b"for somebody else")
+    stdin = StdinCopies(read, never)
+    stdin.close()
+    others = os.pipe()  # has the numbers that were given back
+    before = set(threading.enumerate())
+    assert stdin.read(0) == b""
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE_S)
+    for descriptor in others:
+        os.close(descriptor)
+    assert os.read(read, 100) == b"for somebody else"
+
+
 def test_too_much_is_reported() -> None:
     with open("/dev/zero", "rb", buffering=0) as endless:
         told = threading.Event()
