@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.machine import CallerPeer
+from kvd.core.machine import CallerPeer, PeerLost
 from kvd.core.scheduler.barriers import Barriers, Entrant, Verdict
 from kvd.core.scheduler.machine import SchedulerMachine
 from kvd.core.scheduler.record import MOST_GENERATION, Record
@@ -49,6 +49,21 @@ def test_a_restarted_scheduler_knows_its_nodes_from_its_record() -> None:
     effects = again.say(worker_id(0), Heartbeat("worker", 0), view=harness.machine.epoch)
     assert [type(message) for message in said(effects)] == [HeartbeatAck, View]
     assert answer(again.worker(1, life=1), Welcome) == Welcome(1, 1, MemberState.DEAD)
+
+
+def test_a_server_that_dies_while_the_record_is_checked_counts_as_dead_afterwards() -> None:
+    """Another server may know a later view, in which the dead one has another part."""
+    settings = OPEN._replace(num_servers=2)
+    harness = Harness(BARE._replace(num_servers=2))
+    for rank in (0, 1):
+        harness.join("server", server_id(rank), f"s{rank}", settings=settings)
+    again = Harness(BARE._replace(num_servers=2), saved=harness.disk, generation=2)
+    again.say(server_id(0), Heartbeat("server", 0), view=harness.machine.epoch)
+    again.step(PeerLost(server_id(0), "killed"))
+    assert (again.states()["server 0"], again.machine.epoch) == ("active", (2, 1))
+    for again.now in (2.0, 4.9, 5.1):
+        again.say(server_id(1), Heartbeat("server", 1), view=harness.machine.epoch)
+    assert again.states() == {"server 0": "dead", "server 1": "active"}
 
 
 def test_seats_in_the_record_beyond_the_cluster_s_new_size_are_dropped() -> None:

@@ -35,16 +35,19 @@ class Deaths:
         self._log = log
         self._changed = changed
 
-    def process_ended(self, seat: Seat | None, reason: str, now: float) -> None:
+    def process_ended(self, seat: Seat | None, reason: str, now: float, *, may_judge: bool = True) -> None:
         """A server without its process is dead at once; a worker may be started again until its timeout.
 
         If nobody was heard at the place since this start, only the record says who has it: another process may have
         taken it since, and has the whole timeout to be heard.
+
+        Args:
+            may_judge: whether a death counts now; if not, `judge` declares it when the server is overdue.
         """
         if seat is None or not seat.is_living:
             return
         was_heard = self._liveness.was_heard(seat)
-        if seat.member.role == "server" and was_heard:
+        if seat.member.role == "server" and was_heard and may_judge:
             self._declare_dead(seat, reason, now)
             return
         left_s = self._liveness.process_ended(seat, reason, now)

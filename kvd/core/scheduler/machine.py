@@ -229,7 +229,8 @@ class SchedulerMachine:
         elif isinstance(event, Persisted):
             self._out += self._views.saved(event.token, self._listeners(), now)
         elif isinstance(event, PeerLost):
-            self._deaths.process_ended(self._roster.seat_of(event.incarnation), event.reason, now)
+            seat = self._roster.seat_of(event.incarnation)
+            self._deaths.process_ended(seat, event.reason, now, may_judge=not self._check.is_open)
         self._check.expire(now)
         if not self._check.is_open:
             self._judge(now)
