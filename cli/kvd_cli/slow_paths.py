@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from kvd.core.machine import BEING_OPENED
 from kvd.protocol.messages import PathKind
-from kvd.transport.sealing import remedy_for
+from kvd.transport.sealing import reason_over_tcp, remedy_for
 from kvd_cli.copies import Report
 
-_OVER_TCP: Final = "no link over TCP: "
 _GONE: Final = ("left", "dead", "gone", "lost")
 
 
@@ -39,8 +39,8 @@ def _fallbacks(report: Report) -> Iterator[tuple[str, str]]:
         for begin, end, path in ways:
             kind, _, reason = path.partition(": ")
             hosts = [members[name].get("host") for name in (begin, end) if _is_there(members.get(name))]
-            if kind == PathKind.ZMQ and len(set(hosts)) == 2:
-                yield f"{begin} → {end}", reason.rpartition(_OVER_TCP)[2]
+            if kind == PathKind.ZMQ and reason != BEING_OPENED and len(set(hosts)) == 2:
+                yield f"{begin} → {end}", reason_over_tcp(reason)
 
 
 def _is_there(member: Report | None) -> bool:

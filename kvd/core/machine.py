@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from kvd.core.principals import HOLDER, Principal
 from kvd.core.requests import Request
@@ -64,6 +64,10 @@ Peer: TypeAlias = SchedulerPeer | ServerPeer | CallerPeer | LinkPeer
 value with a tag: it hashes and compares without a Python call."""
 
 SCHEDULER = SchedulerPeer("scheduler")
+
+
+BEING_OPENED: Final = "a link is being opened"
+"""The reason of a path over ZeroMQ that will soon be another one."""
 
 
 class PeerPath(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from kvd.core.machine import Peer, PeerKind, PeerPath, ServerPeer, Span
+from kvd.core.machine import BEING_OPENED, Peer, PeerKind, PeerPath, ServerPeer, Span
 from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
 from kvd.transport.accepted_links import AcceptedLinks
@@ -31,7 +31,7 @@ from kvd.transport.link_sockets import tcp_address_of
 from kvd.transport.offered import MapBudget
 from kvd.transport.offers import InvalidOfferError, Kind, is_about_links, unpack
 from kvd.transport.reaching import with_zone, zone_of
-from kvd.transport.sealing import remedy_for
+from kvd.transport.sealing import reason_over_tcp, remedy_for
 from kvd.transport.segments import Arena
 from kvd.transport.sink import Sink
 from kvd.transport.waiting import Waiting
@@ -138,7 +138,7 @@ class HostTransport:
         elif peer.kind is not PeerKind.SERVER:
             self._zmq_reasons[peer] = "links lead to servers only"
         else:
-            self._zmq_reasons[peer] = "a link is being opened"
+            self._zmq_reasons[peer] = BEING_OPENED
             self._waiting[peer] = Waiting()
             self._seeker.seek(peer, address)
 
@@ -298,7 +298,8 @@ class HostTransport:
                 "values travel to the server at %s by ZeroMQ's own encryption (CURVE), which takes several times as "
                 "long as an encrypted link: %s. %s"
             )
-            logger.warning(text, address, reason, remedy_for(reason))
+            why = reason_over_tcp(reason)
+            logger.warning(text, address, why, remedy_for(why))
 
     def _decided(self, peer: Peer, reason: str) -> None:
         """It is known how messages travel to the peer: over its link, or over ZeroMQ for this reason."""

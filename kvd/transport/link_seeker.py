@@ -17,7 +17,7 @@ from kvd.transport.half_open import HalfOpen
 from kvd.transport.link_proof import Medium, Proven, as_client
 from kvd.transport.link_sockets import other_user, tcp_address_of, tune, unix_name, unix_socket
 from kvd.transport.offers import ID_BYTES, Offer, pack_ask
-from kvd.transport.sealing import why_not
+from kvd.transport.sealing import OVER_TCP, why_not
 
 ANSWER_WITHIN_S = 10.0  # a server that does not answer would not take messages either
 OPEN_WITHIN_S = 3.0
@@ -162,7 +162,7 @@ class LinkSeeker:
             reason = why_not()
         reason = reason or ("" if offer.port else offer.reason)
         if reason or where is None:
-            self._fail(search, f"no link over TCP: {reason or 'the server is not reached over TCP'}")
+            self._fail(search, f"{OVER_TCP}{reason or 'the server is not reached over TCP'}")
             return
         host, port = where.host, offer.port
         try:
@@ -180,7 +180,7 @@ class LinkSeeker:
         try:
             found = asked.result()
         except OSError as error:
-            self._fail(search, f"no link over TCP: the server's host is not known: {error.strerror}")
+            self._fail(search, f"{OVER_TCP}the server's host is not known: {error.strerror}")
             return
         self._connect(search, offer, found[0][0], found[0][4])
 
@@ -193,7 +193,7 @@ class LinkSeeker:
                 raise OSError(number, os.strerror(number))
         except OSError as error:
             connection.close()
-            self._fail(search, f"no link over TCP: {error.strerror}")
+            self._fail(search, f"{OVER_TCP}{error.strerror}")
             return
         assert self._tcp is not None
         self._talk(search, offer, connection, self._tcp)
@@ -219,4 +219,4 @@ class LinkSeeker:
         elif medium is Medium.UNIX:
             self._try_tcp(search, offer, f"no link at this host: {outcome}")
         else:
-            self._fail(search, f"no link over TCP: {outcome}")
+            self._fail(search, f"{OVER_TCP}{outcome}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from struct import Struct
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvd.errors import ConfigError
 
@@ -30,6 +30,9 @@ RECORD_BYTES = 512 << 10  # most that is sealed in one record
 RECORDS_PER_KEY = 1 << 15
 MOST_RECORDS = 1 << 63  # in one direction of one connection
 SECRET_BYTES = 32
+
+OVER_TCP: Final = "no link over TCP: "
+"""Begins the reason, among several, why there is no link between two hosts."""
 
 _NONCE = Struct("<4xQ")
 _PROTOCOL = b"kvd link 1 "
@@ -56,11 +59,20 @@ def why_not() -> str:
     return "" if hasattr(AESGCM, "decrypt_into") else "the package cryptography is too old"
 
 
+def reason_over_tcp(reason: str) -> str:
+    """Return why two hosts have no sealed link, without the reasons why there is none within one host.
+
+    Args:
+        reason: all reasons, as a node says them.
+    """
+    return reason.rpartition(OVER_TCP)[2]
+
+
 def remedy_for(reason: str) -> str:
     """Return what makes sealed links possible between two hosts.
 
     Args:
-        reason: why there is none, as a node says it.
+        reason: as `reason_over_tcp` returns it.
     """
     if "cryptography" in reason:
         return "Install it on all hosts with pip install 'cryptography>=47', and restart the job."

@@ -46,6 +46,7 @@ def test_links_that_are_turned_off_here() -> None:
     "healthy",
     [
         given("encrypted tcp"),
+        given("zmq: a link is being opened"),
         given("shared memory", hosts="aa"),
         given(f"{ELSEWHERE}turned off", hosts="aa"),
         given(f"{ELSEWHERE}turned off", members=[member("server", 0), {**member("worker", 0, "left"), "host": "x"}]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,7 +106,7 @@ def test_a_server_in_another_namespace_is_reached_over_a_sealed_link(server: str
     run(main)
 
 
-@pytest.mark.parametrize("why", ["missing", "too old", "links off", "all off"])
+@pytest.mark.parametrize("why", ["missing", "too old", "links off", "all off", "closed"])
 def test_a_fallback_to_curve_is_logged_once(
     server: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +117,9 @@ def test_a_fallback_to_curve_is_logged_once(
     elif why == "too old":
         monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", object)
         expected = "the package cryptography is too old. Install it on all hosts with pip install"
+    elif why == "closed":
+        monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ECONNREFUSED)
+        expected = "Connection refused. Open the ports of the servers' hosts"
     else:
         options = {"tcp_links": TcpLinks.OFF, "shared_memory": why == "links off"}
         expected = 'turned off. Set tcp_links = "auto" (KVD_TCP_LINKS) on all hosts'
