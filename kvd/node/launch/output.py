@@ -132,6 +132,8 @@ class OutputRelay:
 
     def _hold(self, stream: Stream, piece: bytes) -> None:
         if piece:
+            if self._since is None:
+                self._since = time.monotonic()  # the end of a line that was handed on
             self._held.append((stream, piece))
             self._held_bytes += len(piece)
 

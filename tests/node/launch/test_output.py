@@ -112,6 +112,18 @@ def test_a_line_without_an_end_is_handed_on(begun: bytes, lines: Harvest) -> Non
     writer.end()
 
 
+def test_a_stream_that_ends_in_a_line_ends_it_though_the_other_goes_on(lines: Harvest) -> None:
+    (out, write_out), (err, write_err) = os.pipe(), os.pipe()
+    pipes: dict[Stream, Any] = {"stdout": os.fdopen(out, "rb"), "stderr": os.fdopen(err, "rb")}
+    relay = OutputRelay("x", pipes, lines.take, lambda *_: None, threading.Lock(), shows_unfinished=True)
+    os.write(write_out, b"50%")
+    lines.wait_for("x", "50%")
+    os.close(write_out)
+    lines.wait_for("x", "")
+    os.close(write_err)
+    assert relay.join(DEADLINE_S)
+
+
 def test_whole_lines_only_where_lines_are_read(lines: Harvest) -> None:
     writer = Writer("x", lines.take, threading.Lock())
     writer.write(b"first\n{")
