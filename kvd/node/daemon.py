@@ -131,8 +131,9 @@ class Daemon:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
                 return self._ended.result()
-            self._keyring, addresses = preparing.result()
-            self.transport = self._new_transport(self._keyring)
+            keyring, addresses = preparing.result()
+            self.transport = self._new_transport(keyring)
+            self._keyring = keyring
             address = self.transport.listen(*addresses)
             self._driver = self._role.make_driver(
                 address, self.transport, self._executor, self._halted, partial(self.end, ExitCode.OK)

@@ -1,6 +1,7 @@
 """Progress of the rounds of one run, as `kvd status` and `kvd doctor` show it: steps, pace, and rounds that stay open.
 
-`look` runs with the heartbeats, about once a second. It reads what the rounds keep anyway, so pushes cost nothing more.
+`look` runs with the heartbeats, about once a second, and less often if there are thousands of groups. It reads what the
+rounds keep anyway, so pushes cost nothing more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvd.core.server.participants import Participants
 from kvd.core.server.records import Records
 from kvd.core.server.staleness import SeenStaleness
 
+SECONDS_PER_GROUP: Final = 2e-4  # between two looks: examining a group takes a few microseconds
 RATE_LOOKS: Final = 10  # over which the rate of steps is taken
 HEARTBEAT_S: Final = 1.0  # assumed before the first look
 MAX_SHOWN: Final = 4  # open rounds in a report, which wait for different nodes
@@ -60,7 +62,7 @@ class RoundWatch:
     def look(self, now: float) -> None:
         """Take over what has changed since the last look."""
         last = now - HEARTBEAT_S if self._looked_at is None else self._looked_at
-        if now < last + LOOK_S:
+        if now < last + max(LOOK_S, SECONDS_PER_GROUP * len(self._table.groups)):
             return
         self._looked_at = now
         most = 0
