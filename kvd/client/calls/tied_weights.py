@@ -33,7 +33,7 @@ class TensorsOfKeys:
             elements = elements_at(value)
             if elements is None:
                 continue
-            key, first, tensor = noted.get(elements) or self._keys.get(elements, ("", name, None))
+            key, first, tensor = noted.get(elements) or self._keys.get(elements) or ("", name, None)
             other = None if tensor is None else tensor()
             if first == name or other is None or elements_at(other) != elements:  # its `data` may be another's now
                 gone = partial(self._forget_tensor, elements)
