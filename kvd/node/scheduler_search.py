@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -23,6 +24,7 @@ FIRST_LOOK_S: Final = 0.5
 
 LOOK_EVERY_S: Final = 2.0
 KEY_POLL_S: Final = 0.1
+LOOK_POLL_S: Final = 0.01
 
 FIRST_NOTICE_S: Final = 3.0
 """When a wait is first reported. The next reports come after 9, 21, 45 … s."""
@@ -109,25 +111,34 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def end(result: T | None, error: Exception | None) -> None:
+    def end(ended: Future[T]) -> None:
         if done.done():  # nobody waits any more
             return
+        error = ended.exception()
         if error is not None:
             done.set_exception(error)
         else:
-            done.set_result(result)  # type: ignore[arg-type]  # T may include None
+            done.set_result(ended.result())
+
+    def pass_on(ended: Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end, ended)
+
+    _begun_in_daemon_thread(work).add_done_callback(pass_on)
+    return await done
+
+
+def _begun_in_daemon_thread(work: Callable[[], T]) -> Future[T]:
+    begun: Future[T] = Future()
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = work()
+            begun.set_result(work())
         except Exception as caught:  # noqa: BLE001  raised where it is awaited
-            error = caught
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(end, result, error)
+            begun.set_exception(caught)
 
     threading.Thread(target=run, name="kvd-search", daemon=True).start()
-    return await done
+    return begun
 
 
 class KeyWait:
@@ -171,7 +182,9 @@ class KeyWait:
         look_at = min(time.monotonic() + FIRST_LOOK_S, until)
         while (path := missing_key(self._config, self._role)) is not None and not self._stopped.is_set():
             if time.monotonic() >= look_at:
-                self.finding = try_handshake(self._config.scheduler, None)
+                self.finding = self._look()
+                if self.finding is None:
+                    return
                 problem = problem_without_key(self.finding, self._config.scheduler)
                 if problem:
                     raise ConnectError(problem, address=self._config.scheduler)
@@ -181,6 +194,16 @@ class KeyWait:
             if notices.is_due(self.finding):
                 self._tell()
             self._pause(KEY_POLL_S)
+
+    def _look(self) -> Finding | None:
+        """Try a handshake in another thread: a signal cannot end it, but it can end the pauses. None: the wait
+        was stopped."""
+        look = _begun_in_daemon_thread(lambda: try_handshake(self._config.scheduler, None))
+        while not look.done():
+            if self._stopped.is_set():
+                return None
+            self._pause(LOOK_POLL_S)
+        return look.result()
 
     def describe(self) -> str:
         """Return what is missing, and what to do."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvd
+from kvd.client.calls.promise import Promise
 from kvd.client.cluster.observer import Observer
+from kvd.client.cluster.publication import NAME, Publication
 from kvd.config import load
-from kvd.errors import SnapshotError
+from kvd.core.requests import Tell
+from kvd.errors import RequestTimeout, SnapshotError
+from kvd.protocol.messages import LAST_SNAPSHOT
 from kvd.testing.cluster import LocalCluster
 from tests.client.harness import ones
 
@@ -45,3 +51,22 @@ def test_the_step_and_the_time(tmp_path: Path, kind: str, call: str) -> None:
                     assert last_snapshot(cluster) == seen
 
         cluster.run(program, kind)
+
+
+def test_the_other_workers_hear_of_a_snapshot_though_the_status_does_not() -> None:
+    heard: list[str] = []
+
+    class SlowEngine:
+        def run(self, work: Coroutine[Any, Any, Any]) -> None:
+            asyncio.run(work)
+
+        async def call(self, request: Tell) -> None:
+            if request.name == LAST_SNAPSHOT:
+                raise RequestTimeout("the scheduler is gone", outcome="unknown")
+            heard.append(request.name)
+
+    written, engine = Promise(), SlowEngine()
+    written.set_result(None)
+    with pytest.raises(RequestTimeout):
+        Publication(engine, is_writer=True).announce(written, "token", 3)  # type: ignore[arg-type]
+    assert heard == [NAME]

@@ -211,6 +211,23 @@ def test_tied_weights_are_found_key_by_key_while_the_program_has_the_tensor(kv: 
     kv.delete(["one name", "another"])
 
 
+def test_memory_that_a_parameter_has_left_makes_no_tied_weights(kv: kvd.KVStore) -> None:
+    buffer = torch.zeros(3)
+    weight = torch.nn.Parameter(buffer.detach())
+    kv.init("moved", weight)
+    weight.data = torch.ones(3)
+    kv.init("its memory", buffer)
+    kv.delete(["moved", "its memory"])
+
+
+def test_keys_of_an_init_that_was_refused_have_no_tensor(kv: kvd.KVStore) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(NotAllowed, match="leave 'second' out"):
+        kv.init(["first", "second"], [weight, weight])
+    kv.init("second", weight)
+    kv.delete("second")
+
+
 def test_many_keys_may_begin_with_one_array(kv: kvd.KVStore) -> None:
     for number, zeros in enumerate((np.zeros(3, FLOAT), torch.zeros(3))):
         keys = [f"zeros {number} {place}" for place in range(3)]

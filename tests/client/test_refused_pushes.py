@@ -130,6 +130,21 @@ def test_a_broadcast_that_was_refused_may_be_repeated() -> None:
         assert cluster.run(program) == [([7] * 4, 1)] * 2
 
 
+def test_a_step_may_broadcast_again_what_was_refused() -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        out = np.zeros(4, FLOAT)
+        for _ in kv.steps(1):
+            with pytest.raises(ShapeMismatch, match="the given out"):
+                kv.broadcast("w", gradient(0, 0), out=np.zeros(5, FLOAT))
+            kv.broadcast("w", gradient(0, 0), out=out)
+        return out.tolist()
+
+    with LocalCluster(1, 1) as cluster:
+        assert cluster.run(program) == [gradient(0, 0).tolist()]
+    with kvd.create("local") as kv:
+        assert program(kv) == gradient(0, 0).tolist()
+
+
 def test_no_other_worker_waits_in_these() -> None:
     def program(kv: kvd.KVStore) -> None:
         kv.init("w", np.zeros(4, FLOAT))

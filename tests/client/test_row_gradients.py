@@ -241,6 +241,9 @@ def test_the_result_does_not_go_into_rows(kv: kvd.KVStore) -> None:
         with pytest.raises(NotAllowed, match=r"for key 7: push rows, or pass value.to_dense\(\)") as raised:
             kv.broadcast(["w", 7], [DENSE, value], out=[np.empty_like(DENSE), np.empty_like(DENSE)])
         assert raised.value.key == 7
+    for value in (coo(), RowSparseArray([0], DENSE[:1])):
+        with pytest.raises(NotAllowed, match="a list of keys needs as many values in a list: 2"):
+            kv.broadcast(["w", 7], value)
     kv.init("table", kvd.RowSparse(shape=DENSE.shape))
     with pytest.raises(NotAllowed, match="'table' is a table"):
         kv.pushpull("table", coo(), out=np.empty_like(DENSE))

@@ -577,6 +577,19 @@ def test_a_child_that_another_thread_forks_has_the_handlers_of_the_program() -> 
     assert status == [0]
 
 
+def test_a_signal_of_a_child_wakes_no_wait_of_its_parent() -> None:
+    woken: list[str] = []
+    held = HeldSignals()
+    with handler(SIGNAL, lambda number, frame: None):
+        held.hold()
+        held.begin_wait(lambda: woken.append("parent"))
+        held.forked()
+        held.hold()
+        signal.raise_signal(SIGNAL)
+        held.release()
+    assert not woken
+
+
 def test_there_is_one_state_of_handlers() -> None:
     assert isinstance(signals, HeldSignals)
     assert not signals.is_held

@@ -217,6 +217,14 @@ def test_a_declared_key_has_the_shape_that_worker_0_gave_it() -> None:
         assert handle.wait().tolist() == [2, 2, 2]
 
 
+def test_an_out_that_is_unlike_the_value_of_a_new_key_is_named() -> None:
+    with LocalCluster(1, 1) as cluster:
+        kv = cluster.store("byteps")
+        with pytest.raises(ShapeMismatch, match=r"the given out has \(4,\)"):
+            kv.pushpull("w", np.ones(3, np.float32), out=np.zeros(4, np.float32))
+        assert kv.pushpull("w", np.ones(3, np.float32)).tolist() == [1, 1, 1]
+
+
 def test_other_types_make_no_key() -> None:
     with LocalCluster(1, 1) as cluster, pytest.raises(KeyNotFound):
         cluster.store("dist_sync").pushpull("a", full(1))

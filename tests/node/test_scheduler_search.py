@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from kvd.node.listening import own_addresses
 from kvd.node.roles import new_daemon
 from kvd.node.scheduler_search import KeyWait, Notices, no_answer, remedy
 from kvd.testing.cluster import LocalCluster, ThreadNode, wait_until
+from kvd.transport.curve import Curve
 from kvd.transport.probe import Finding, Outcome
 from kvd.transport.reaching import UnknownNameError
 from tests.transport.names_harness import Names
@@ -226,6 +228,26 @@ def test_without_a_key_it_ends_with_the_way_to_get_one(home: Path) -> None:
         KeyWait(Config(scheduler=where), "observer").run(time.monotonic())
     with pytest.raises(ConfigError, match="does not exist: check the name"):  # a name that was given is an error
         kvd.create("dist_sync", scheduler=where, keyfile=str(home / "x.key"))
+
+
+@pytest.mark.keys
+def test_a_pause_can_end_the_wait_for_a_key_during_a_handshake(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a handler of Ctrl-C does: a handshake may wait long for a name server."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def handshake(address: str, curve: Curve | None) -> Finding:
+        begun.set()
+        may_end.wait(60)
+        return REFUSED
+
+    def pause(seconds: float) -> None:
+        if begun.wait(seconds):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvd.node.scheduler_search.try_handshake", handshake)
+    with pytest.raises(KeyboardInterrupt):
+        KeyWait(Config(scheduler="tcp://127.0.0.1:9"), "worker", pause=pause).run(time.monotonic())
+    may_end.set()
 
 
 @pytest.mark.keys

@@ -254,6 +254,7 @@ class HeldSignals:
         """This is a child process. The thread that forked is its main thread; the signals were the parent's."""
         self.main = threading.get_ident()
         self._noted.clear()
+        self._wake = None  # it would wake the parent
         self.release()
 
 

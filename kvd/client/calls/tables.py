@@ -146,8 +146,8 @@ def check_whole(keys: KeyList, value: Any, call: str, is_table: Callable[[str], 
     """Raises NotAllowed if a key of the call is a table, or a value is row-sparse."""
     check_no_tables(keys, is_table)
     if has_tables(keys, value):
-        values = value if keys.many else [value]
-        key = keys.at(next(place for place, entry in enumerate(values) if is_for_table(entry)) % keys.size)
+        places = [place for place, entry in enumerate(paired(keys, value, "values")) if is_for_table(entry)]
+        key = keys.at(places[0])
         raise NotAllowed(f"{call} takes whole values for key {key!r}: push rows, or pass value.to_dense()", key=key)
 
 

@@ -28,15 +28,16 @@ class TensorsOfKeys:
             NotAllowed: two keys would be two names of one tensor. A program would push the one, and pull the other,
                 which never changes.
         """
+        noted: dict[tuple[Any, ...], tuple[str | int, str, ref[Any]]] = {}
         for name, value in zip(keys.names, values, strict=True):
             elements = elements_at(value)
             if elements is None:
                 continue
-            key, first, tensor = self._keys.get(elements, ("", name, None))
+            key, first, tensor = noted.get(elements) or self._keys.get(elements) or ("", name, None)
             other = None if tensor is None else tensor()
-            if first == name or other is None:
+            if first == name or other is None or elements_at(other) != elements:  # its `data` may be another's now
                 gone = partial(self._forget_tensor, elements)
-                self._keys[elements] = keys.key(name), name, ref(value, gone)
+                noted[elements] = keys.key(name), name, ref(value, gone)
             elif other is not value or is_parameter(value):
                 raise NotAllowed(
                     f"keys {key!r} and {keys.key(name)!r} are two names of one tensor (tied weights), which would "
@@ -44,6 +45,7 @@ class TensorsOfKeys:
                     f"does; two keys that begin with the same values need a copy, tensor.clone()",
                     key=keys.key(name),
                 )
+        self._keys.update(noted)  # no key is made if one is refused
 
     def forget(self, names: Collection[str]) -> None:
         """The keys are deleted: others may be made of their tensors."""

@@ -63,11 +63,10 @@ class Publication:
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for this snapshot any more
             failure = error
             outcome = Outcome.of_error(error)._replace(token=token)
-        if failure is None:
-            await self.record(steps)
-        await self._engine.call(requests.Tell(NAME, outcome.to_note()))
+        await self._engine.call(requests.Tell(NAME, outcome.to_note()))  # first, since the others wait for this note
         if failure is not None:
             raise failure
+        await self.record(steps)
 
     async def _awaited(self, token: str, writer: tuple[int, bool]) -> None:
         limit_s, pause_s = self._engine.config.round_timeout_s, FIRST_PAUSE_S

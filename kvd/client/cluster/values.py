@@ -268,7 +268,7 @@ class ClusterValues:
         finish: Callable[[Any], Any]
         unlike = None if view else first_unlike(keys, sources, targets) if outs is None else outs.first_unlike(sources)
         if unlike is not None:
-            return self._watched(names, self._arguments.mismatch(unlike))
+            return self._watched(names, self._arguments.mismatch(unlike, makes_key=self._declares))
         if not copy and targets and not are_sources_kept(sources, targets):
             copy = True  # a part of the answer may come before all values have left
             del pushed, sources

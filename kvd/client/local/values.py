@@ -29,6 +29,7 @@ from kvd.client.calls.values import (
     Array,
     Source,
     Target,
+    Unlike,
     first_unlike,
     fresh_target,
     in_places,
@@ -222,13 +223,12 @@ class LocalValues:
         in_place = "broadcast" if out is None else ""
         out = value if out is None else out
         targets, sources = _targets(keys, out, in_place), _sources(keys, value, copy=True)
-        is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
         unlike = first_unlike(keys, sources, targets)
+        if unlike is not None:
+            return self._keys.watched(keys.names, partial(self._check_unlike, unlike))
+        is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
 
         def work() -> Any:
-            if unlike is not None:
-                entry = self._keys.entries.get(unlike.name)
-                unlike.check(unlike.value if entry is None else entry.spec)
             if is_past:
                 self._make_missing(keys.names, sources)
             else:
@@ -236,6 +236,11 @@ class LocalValues:
             return self._read(keys, targets, out)
 
         return self._keys.watched(keys.names, work)
+
+    def _check_unlike(self, unlike: Unlike) -> None:
+        """Raises ShapeMismatch or DtypeMismatch about the value or the `out`, whichever does not fit the key."""
+        entry = self._keys.entries.get(unlike.name)
+        unlike.check(unlike.value if entry is None else entry.spec)
 
     def _make_missing(self, names: list[str], sources: list[Source]) -> None:
         for name, source in zip(names, sources, strict=True):
