@@ -16,7 +16,7 @@ from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_outcome import Outcome
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
-from kvd.errors import RequestTimeout, SnapshotError
+from kvd.errors import KvdError, RequestTimeout, SnapshotError
 from kvd.protocol.messages import LAST_SNAPSHOT, MemberState
 
 NAME = "kvd:snapshot written"
@@ -53,7 +53,8 @@ class Publication:
 
     async def record(self, steps: int) -> None:
         """Leave a note that the snapshot after so many steps is written, for `kvd status`."""
-        await self._engine.call(requests.Tell(LAST_SNAPSHOT, f"{steps} {time.time():.0f}"))
+        with suppress(KvdError):  # the snapshot is complete, whether or not the scheduler takes the note
+            await self._engine.call(requests.Tell(LAST_SNAPSHOT, f"{steps} {time.time():.0f}"))
 
     async def _announced(self, writing: Promise, token: str, steps: int) -> None:
         failure: BaseException | None = None

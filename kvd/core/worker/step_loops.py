@@ -259,7 +259,7 @@ class StepLoops:
     def check_may_restore(self) -> None:
         """Raises NotAllowed after the first loop has begun."""
         if self._loops:
-            raise NotAllowed("restore comes before the first loop over kv.steps, in place of init and set_optimizer")
+            raise NotAllowed("restore comes before the first loop over kv.steps, instead of init and set_optimizer")
 
     def restored(self, steps: int, *, begins_past: bool = False) -> None:
         """The store has the values after this many steps of all loops: they are not made again.
