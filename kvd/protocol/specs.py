@@ -160,7 +160,7 @@ class KeySpec:
                 return
             raise DtypeMismatch(
                 f"key {key!r} has dtype {self.dtype}, the given {what} has {other.dtype}: "
-                + (f"cast it with astype({self.dtype!r})" if what == "value" else "pass one of the key's dtype")
+                + (f"cast it to {self.dtype}" if what == "value" else "pass one of the key's dtype")
                 + (", or pass cast=True to push, pull or pushpull" if floats else ""),
                 key=key,
                 node=node,

@@ -67,6 +67,5 @@ def test_the_other_workers_hear_of_a_snapshot_though_the_status_does_not() -> No
 
     written, engine = Promise(), SlowEngine()
     written.set_result(None)
-    with pytest.raises(RequestTimeout):
-        Publication(engine, is_writer=True).announce(written, "token", 3)  # type: ignore[arg-type]
+    Publication(engine, is_writer=True).announce(written, "token", 3)  # type: ignore[arg-type]
     assert heard == [NAME]

@@ -131,7 +131,14 @@ def file_path(path: object) -> Path:
 def known_optimizer(optimizer: object) -> Optimizer | None:
     """The optimizer to set, or None. Raises ConfigError for anything else."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        text = f"{shown(optimizer)} is not an optimizer: pass one of kvd.optimizer, such as SGD(0.1), or None"
+        kind = type(optimizer)
+        if kind.__module__.startswith("torch.optim"):
+            text = (
+                f"torch.optim.{kind.__name__} cannot run on the servers: pass one of kvd.optimizer, such as "
+                "AdamW(0.001), or call its step() in the workers and set no optimizer here"
+            )
+        else:
+            text = f"{shown(optimizer)} is not an optimizer: pass one of kvd.optimizer, such as SGD(0.1), or None"
         raise ConfigError(text, setting="optimizer")
     return optimizer
 

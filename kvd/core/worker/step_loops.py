@@ -383,8 +383,8 @@ class StepLoops:
                 )
             raise NotResumed(
                 f"this worker was restarted, and pushes {name!r} again; pushes of its predecessor have counted, and "
-                f"nobody knows which this is. Write the training as{LINES}or call kv.rewind(step) before it, or, in a "
-                f"program that goes on from a checkpoint of its own, kv.resume()",
+                f"nobody knows which this is. Write the training as{LINES}or call kv.rewind(step) before it. "
+                "kv.resume() is right only if all workers start again together, from a checkpoint of their own",
                 key=name,
             )
         return True
