@@ -29,7 +29,7 @@ def imported_by(code: str) -> set[str]:
 
 def test_import_kvd_imports_only_its_errors() -> None:
     modules = imported_by("import kvd")
-    assert {name for name in modules if name.startswith("kvd")} == {"kvd", "kvd.errors"}
+    assert {name for name in modules if name.startswith("kvd")} == {"kvd", "kvd.errors", "kvd.version"}
     assert modules.isdisjoint(PLUG_INS | OF_THE_COMMAND_LINE | OF_FILES | OF_STORES)
 
 

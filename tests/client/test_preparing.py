@@ -48,7 +48,9 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def prepare(cluster: LocalCluster, path: Path, **changes: Any) -> Prepared:
     preparation = Preparation(path)
     settings = {**cluster.settings, "scheduler": cluster.address, **changes}
-    return preparation.make(load(settings, environ={}), preparation.type_name, Arrival(tell=print))
+    return preparation.make(
+        load(settings, environ={}), preparation.type_name, Arrival(wait_for_workers=False, operator=True, tell=print)
+    )
 
 
 def goes_on(kv: kvd.KVStore) -> Any:

@@ -55,7 +55,6 @@ def test_an_array_in_other_order_or_of_foreign_bytes_is_sent_as_it_reads() -> No
     for given in (
         np.asfortranarray(value),
         value.astype(">f4"),
-        np.ma.masked_array(value),
         np.repeat(value, 2, 1)[:, ::2],
     ):
         for copy in (False, True):

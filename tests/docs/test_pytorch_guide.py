@@ -159,7 +159,7 @@ def test_gradient_means_give_the_losses_of_ddp(tmp_path: Path, environment: dict
     assert (job.wait(TIMEOUT_S), ddp.wait(TIMEOUT_S)) == (0, 0), (tmp_path / "job").read_text()
 
     def losses(log: str) -> dict[str, str]:
-        return dict(re.findall(r"worker (\d): loss (\S+)", (tmp_path / log).read_text()))
+        return dict(re.findall(r"worker (\d): loss ([\d.e+-]+)", (tmp_path / log).read_text()))
 
     assert losses("job") == losses("ddp")
     assert set(losses("job")) == {"0", "1"}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from kvd.config import parse_address, tcp_address
 from kvd.errors import ConfigError
-from kvd.node.listening import LOOPBACK
 
 LOOPBACK_NUMBER = "127.0.0.1"
+_LOOPBACK = f"tcp://{LOOPBACK_NUMBER}:0"
 _EVERYWHERE, _EVERYWHERE_IPV4 = "tcp://*:0", "tcp://0.0.0.0:0"
 
 
@@ -62,7 +62,7 @@ class Reach:
 
     def _find(self) -> str:
         if not self._outside:
-            return LOOPBACK
+            return _LOOPBACK
         unknown = [host for host, number in self._seen.items() if not number]
         if unknown:
             raise ConfigError(

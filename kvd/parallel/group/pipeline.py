@@ -266,7 +266,7 @@ class GradientPipeline:
                 'update="local" with keys that were trained already: the store holds no weights to start from; '
                 "start a new store from a checkpoint"
             )
-        if clocks and step != max(clocks) and self.kv.num_servers:
+        if clocks and step != max(clocks) and self.kv.restarted:  # a worker that joins may look between two pushes
             self.kv.rewind(step)  # the predecessor died between the keys of one step
         elif self.kv.restarted and not stopped_in_loop(self.kv):
             self.kv.resume()  # the training loop skips the steps that are done

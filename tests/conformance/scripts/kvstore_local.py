@@ -52,7 +52,7 @@ def test_pull_gives_the_value_to_every_out(one, many) -> None:
 def test_lists(one, many) -> None:
     kv = store(one, many)
     kv.push(many, [np.ones(SHAPE, np.float32) * 4] * len(many))
-    outs = [np.empty(SHAPE, np.float32)] * len(many)
+    outs = [np.empty(SHAPE, np.float32) for _ in many]
     kv.pull(many, out=outs)
     for value in outs:
         check(value, 4)
