@@ -49,7 +49,7 @@ def prepare(cluster: LocalCluster, path: Path, **changes: Any) -> Prepared:
     preparation = Preparation(path)
     settings = {**cluster.settings, "scheduler": cluster.address, **changes}
     return preparation.make(
-        load(settings, environ={}), preparation.type_name, Arrival(wait_for_workers=False, operator=True, tell=print)
+        load(settings, environ={}), preparation.type_name, Arrival(wait_for_workers=False, tell=print)
     )
 
 
