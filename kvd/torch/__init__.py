@@ -1,0 +1,5 @@
+"""kvd for PyTorch programs."""
+
+from kvd.torch.mapping import Hyperparameters, from_torch
+
+__all__ = ["from_torch", "Hyperparameters"]
