@@ -85,10 +85,10 @@ def from_torch(
         Adamax          Adamax
         NAdam           Nadam           decoupled_weight_decay
 
-    ``maximize`` becomes ``rescale_grad=-1``. ``foreach``, ``fused`` and ``capturable`` are ignored: they change the speed, not
-    the numbers. Groups may differ in ``lr`` and ``weight_decay``; their differences become ``lr_mult`` and ``wd_mult``.
-    If there are too many names for these, they become patterns, such as ``"*.bias"``, that fit no parameter of another
-    group.
+    ``maximize`` becomes ``rescale_grad=-1``. ``foreach``, ``fused`` and ``capturable`` are ignored: they change the
+    speed, not the numbers. Groups may differ in ``lr`` and ``weight_decay``; their differences become ``lr_mult`` and
+    ``wd_mult``. If there are too many names for these, they become patterns, such as ``"*.bias"``, that fit no
+    parameter of another group.
 
     Args:
         optimizer: one of the table, before its first step. Its parameters are not read.
