@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvd.client.calls.backend import Backend
+from kvd.client.calls.bound_arrays import BoundList
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.values import Array
@@ -114,18 +115,19 @@ class Bucket:
         self._keys = key_list(self.names)
         self._priority = priority
         self._handle: Handle | None = None
-        self._gradients: Sequence[Array] = ()
+        self._bound: BoundList | None = None
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot in slots:
             slot.bucket = self
 
     def bind(self, backend: Backend) -> None:
         """Give the slots memory for their gradients. The keys exist."""
-        self._gradients = backend.binding.gradients(self._keys).wait()
-        for slot, gradient in zip(self.slots, self._gradients, strict=False):
+        bound: BoundList = backend.binding.gradients(self._keys).wait()
+        for slot, gradient in zip(self.slots, bound.gradients, strict=False):
             slot.bind(gradient)
         if self.also_received is not None:
-            self.also_sent = self._gradients[-1]
+            self.also_sent = bound.gradients[-1]
+        self._bound = bound
 
     def restart(self) -> None:
         """Begin a pass: no gradient is ready."""
@@ -146,7 +148,8 @@ class Bucket:
                 arrays.append(self.also_received.view(np.uint8))
             return arrays
 
-        self._handle = backend.values.pushpull_bound(self._keys, self._gradients, targets, self._priority)
+        assert self._bound is not None
+        self._handle = backend.values.pushpull_bound(self._bound, targets, self._priority)
 
     def receive(self) -> None:
         """Wait for the values, which are at their destinations then.
