@@ -1,6 +1,7 @@
 """kvd for PyTorch programs."""
 
 from kvd.torch.broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
+from kvd.torch.ddp import BucketReducer, ddp_hook
 from kvd.torch.mapping import Hyperparameters, from_torch
 
 __all__ = [
@@ -9,4 +10,6 @@ __all__ = [
     "broadcast_parameters",
     "broadcast_buffers",
     "broadcast_object",
+    "ddp_hook",
+    "BucketReducer",
 ]
