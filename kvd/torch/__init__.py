@@ -9,8 +9,10 @@ try:
     import torch
 
     from kvd.torch.broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
+    from kvd.torch.ddp import BucketReducer, ddp_hook
     from kvd.torch.mapping import Hyperparameters, from_torch
     from kvd.torch.optimizer import DistributedOptimizer
+    from kvd.torch.sampler import ShardedSampler
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -20,9 +22,12 @@ __all__ = [
     "DistributedOptimizer",
     "from_torch",
     "Hyperparameters",
+    "ShardedSampler",
     "broadcast_parameters",
     "broadcast_buffers",
     "broadcast_object",
+    "ddp_hook",
+    "BucketReducer",
 ]
 
 LEAST = (2, 4)
