@@ -1,0 +1,5 @@
+"""kvd for PyTorch programs."""
+
+from kvd.torch.local_sgd import LocalSGD
+
+__all__ = ["LocalSGD"]
