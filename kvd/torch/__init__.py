@@ -10,6 +10,7 @@ try:
 
     from kvd.torch.broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
     from kvd.torch.ddp import BucketReducer, ddp_hook
+    from kvd.torch.local_sgd import LocalSGD
     from kvd.torch.mapping import Hyperparameters, from_torch
     from kvd.torch.optimizer import DistributedOptimizer
     from kvd.torch.sampler import ShardedSampler
@@ -20,6 +21,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "DistributedOptimizer",
+    "LocalSGD",
     "from_torch",
     "Hyperparameters",
     "ShardedSampler",
