@@ -155,6 +155,11 @@ class ProgramSteps:
             self._loops.restored(steps, begins_past=begins_past)
 
     @property
+    def restored_steps(self) -> int:
+        """How many steps were made before the snapshot that the store was restored from; 0: it was not restored."""
+        return self._loops.restored_steps
+
+    @property
     def is_before_restored(self) -> bool:
         """See `StepLoops.is_before_restored`."""
         return self._loops.is_before_restored
