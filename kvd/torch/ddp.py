@@ -107,7 +107,7 @@ def ddp_hook(
     `kvd.torch.broadcast_buffers` where worker 0's buffers are wanted.
 
     A worker that dies ends the job, as with any DDP. Do not put the loop into ``kv.steps``, whose steps push the same
-    keys each time: DDP makes its buckets again after the first step. ``DistributedOptimizer`` has neither limit.
+    keys each time: DDP makes its buckets again after the first step. `DistributedOptimizer` has neither limit.
 
     Args:
         store: of this worker; None: ``kvd.create("dist_sync")``, which stays open as ``state.store``.

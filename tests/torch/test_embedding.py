@@ -184,46 +184,60 @@ def test_a_backward_that_fails_leaves_nothing_for_the_next() -> None:
         assert changed == [4]
 
 
-def test_a_table_beside_an_optimizer_in_the_workers() -> None:
-    """A store of another job has the table and its optimizer; the first one merges the gradients of the rest."""
-
-    def program(kv: kvd.KVStore) -> Any:
-        tables = cluster.store(job="tables", node_id=f"tables-{kv.rank}", preferred_rank=kv.rank)
-        embedding = embedding_of(tables, SGD(0.3))
-        torch.manual_seed(0)
-        linear = nn.Linear(WIDTH, 2)
-        rule = torch.optim.Adam(linear.parameters(), 0.1)
-        names = [name for name, _ in linear.named_parameters()]
-        kv.init(names, [torch.zeros_like(parameter) for parameter in linear.parameters()], merge="mean")
-        for step in range(STEPS):
-            own = slice(BATCH // 2 * kv.rank, BATCH // 2 * (kv.rank + 1))
-            rule.zero_grad()
-            loss: Any = nn.functional.mse_loss(linear(embedding(IDS[step, own]).mean(1)), TARGETS[step, own])
-            loss.backward()
-            gradients = [parameter.grad for parameter in linear.parameters()]
-            kv.pushpull(names, gradients, out=gradients)
-            rule.step()
-        return rows_of(tables), [parameter.detach().numpy() for parameter in linear.parameters()]
-
-    with LocalCluster(2, 2) as cluster:
-        results = cluster.run(program)
+def linear_of() -> nn.Linear:
     torch.manual_seed(0)
-    linear = nn.Linear(WIDTH, 2)
+    return nn.Linear(WIDTH, 2)
+
+
+def mixed_loss(embedding: nn.Module, linear: nn.Linear, step: int, part: slice) -> Any:
+    return nn.functional.mse_loss(linear(embedding(IDS[step, part]).mean(1)), TARGETS[step, part])
+
+
+def assert_equals_torch(rows: Any, linear: nn.Linear, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Both as after a training with torch on the whole batch, with SGD for the embedding and this for the rest."""
     values = VALUES.float()
     values[PADDING] = 0
-    plain = nn.Embedding(ROWS, WIDTH, padding_idx=PADDING, sparse=True, _weight=values)
-    rules = [torch.optim.Adam(linear.parameters(), 0.1), torch.optim.SGD(plain.parameters(), 0.3)]
+    plain, wanted = nn.Embedding(ROWS, WIDTH, padding_idx=PADDING, sparse=True, _weight=values), linear_of()
+    rules = [torch.optim.SGD(plain.parameters(), 0.3), make(wanted.parameters())]
     for step in range(STEPS):
         for rule in rules:
             rule.zero_grad()
-        loss: Any = nn.functional.mse_loss(linear(plain(IDS[step]).mean(1)), TARGETS[step])
-        loss.backward()
+        mixed_loss(plain, wanted, step, slice(None)).backward()
         for rule in rules:
             rule.step()
-    for rows, dense in results:
-        np.testing.assert_allclose(rows, plain.weight.detach(), rtol=0, atol=1e-5)
-        for found, parameter in zip(dense, linear.parameters(), strict=True):
-            np.testing.assert_allclose(found, parameter.detach(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(rows, plain.weight.detach(), rtol=0, atol=1e-6)
+    for found, parameter in zip(linear.parameters(), wanted.parameters(), strict=True):
+        np.testing.assert_allclose(found.detach(), parameter.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["servers", "workers"])
+def test_a_table_beside_a_distributed_optimizer(where: Any) -> None:
+    """One optimizer for both on the servers; or one of its own for the table, in a store of another job."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        if where == "servers":
+            return torch.optim.SGD(parameters, 0.3)
+        return torch.optim.Adam(parameters, 0.01, eps=1e-3)
+
+    def program(kv: kvd.KVStore) -> Any:
+        tables = kv
+        if where == "workers":
+            tables = cluster.store(job="tables", node_id=f"tables-{kv.rank}", preferred_rank=kv.rank)
+        linear = linear_of()
+        named = linear.named_parameters()
+        optimizer = kt.DistributedOptimizer(make(linear.parameters()), named, where=where, op="mean", store=kv)
+        embedding = embedding_of(tables, SGD(0.3))
+        own = slice(BATCH // 2 * kv.rank, BATCH // 2 * (kv.rank + 1))
+        for step in kv.steps(STEPS):
+            optimizer.zero_grad()
+            mixed_loss(embedding, linear, step, own).backward()
+            optimizer.step()
+        return rows_of(tables), linear
+
+    with LocalCluster(2, 2) as cluster:
+        results = cluster.run(program)
+    for rows, linear in results:
+        assert_equals_torch(rows, linear, make)
 
 
 def test_a_compiled_model() -> None:
