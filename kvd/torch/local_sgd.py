@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import Parameter
 
 from kvd.client.calls.checks import whole
 from kvd.client.calls.handle import Handle
-from kvd.client.facades.blocking import KVStore, create
-from kvd.errors import NotAllowed
+from kvd.client.facades.blocking import KVStore, backend_of, create
+from kvd.errors import KeyExists, NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.optimizer.fields import number
-from kvd.torch.agreement import check_same_on_all_workers
-from kvd.torch.wrapping import NamedParameters, WrappedOptimizer
+from kvd.torch.parameters import Named, check_agreement, parameters_of
+from kvd.torch.wrapping import WrappedOptimizer, parameters_added
 
-KEY = "kvd.torch.LocalSGD"
+OPTIONS_KEY = "kvd.torch/local_sgd"
+"""The key with `every`, the number of fragments, and the delay: workers that join later compare them with their own."""
 
 
 class _Place(Enum):
@@ -86,6 +88,26 @@ class _Fragment:
             else:
                 parameter.copy_(anchor)
 
+    def check_unchanged(self) -> None:
+        """Check that the parameters are as they were when the optimizer was wrapped.
+
+        Raises:
+            NotAllowed: one was frozen, moved, or given another dtype or shape.
+        """
+        for name, anchor, parameter in zip(self.names, self.anchors, self.parameters, strict=True):
+            if not parameter.requires_grad:
+                raise NotAllowed(
+                    f"parameter {name!r} was frozen after its optimizer was wrapped: freeze it before, in all workers",
+                    key=name,
+                )
+            was, now = (f"{it.dtype} {tuple(it.shape)} on {it.device}" for it in (anchor, parameter))
+            if was != now:
+                raise NotAllowed(
+                    f"parameter {name!r} was {was} when its optimizer was wrapped, and is {now}: convert and move the "
+                    f"model before",
+                    key=name,
+                )
+
     def is_at_anchors(self) -> bool:
         """Whether the parameters are the anchors; NaN counts as equal to NaN."""
         return all(
@@ -140,10 +162,11 @@ class LocalSGD(WrappedOptimizer):
         every: as given.
 
     Raises:
-        NotAllowed: an argument is out of its range; a parameter is named twice, not named, or not in the optimizer;
-            worker 0 has another model or other options; the store has a `LocalSGD` already, or an optimizer that is
-            not `outer`.
+        NotAllowed: an argument is out of its range; a parameter has no name or cannot be trained here; the workers have
+            different models, options or outer optimizers, in all workers; or the store has a `LocalSGD` already.
         KeyExists: the store has a key with the name of a parameter.
+        ShapeMismatch, DtypeMismatch: this worker came later, or restores a snapshot, with another model.
+        NodeLost, RequestTimeout, BarrierBroken: as the calls of the store.
     """
 
     def __init__(
@@ -171,7 +194,8 @@ class LocalSGD(WrappedOptimizer):
         self._local_share = number("local_share", local_share) if self._delay else 0.0
         if not 0 <= self._local_share <= 1:
             raise NotAllowed(f"local_share is a number from 0 to 1, not {local_share!r}")
-        self._parameters = NamedParameters(optimizer, named_parameters)
+        self._parameters = parameters_of(optimizer, named_parameters)
+        self._num_parameters = _count(optimizer)
         self._fragments = _divided(self._parameters.trained, whole("fragments", fragments, 1), self.every)
         self._store = create("dist_sync") if store is None else store
         self._round = _Round(self.every)
@@ -185,15 +209,24 @@ class LocalSGD(WrappedOptimizer):
         return self._store
 
     def _make_keys(self, outer: Optimizer) -> None:
-        options = {"every": self.every, "fragments": len(self._fragments), "delay": self._delay}
-        described = {f"{name}=": str(value) for name, value in options.items()}
-        check_same_on_all_workers(self._store, KEY, {**described, **self._parameters.describe()})
-        tensors = {**self._parameters.trained, **self._parameters.frozen}
-        self._store.init(list(tensors), [tensor.detach() for tensor in tensors.values()], merge="mean")
+        """Make a key for each parameter, if all workers have the same ones, and take the values of worker 0."""
+        options = [self.every, len(self._fragments), self._delay]
+        shown = "every={}, fragments={}, delay={}".format(*options)
+        check_agreement(backend_of(self._store).rounds, self._store.rank, [shown, *self._parameters.lines()])
+        try:
+            self._store.init(OPTIONS_KEY, np.array(options, np.int64), merge="sum")
+        except KeyExists:
+            raise NotAllowed("this store has a LocalSGD already: another one needs a job of its own") from None
+        of_job = self._store.pull(OPTIONS_KEY).tolist()
+        if of_job != options:
+            job = "every={}, fragments={}, delay={}".format(*of_job)
+            raise NotAllowed(f"worker {self._store.rank} has {shown}, and the job {job}: all need the same options")
+        named = [*self._parameters.trained, *self._parameters.frozen]
+        self._store.init([name for name, _ in named], [parameter.detach() for _, parameter in named], merge="mean")
         self._store.set_optimizer(outer)
         frozen = self._parameters.frozen
         if frozen:
-            self._store.pull(list(frozen), out=[parameter.detach() for parameter in frozen.values()])
+            self._store.pull([name for name, _ in frozen], out=[parameter.detach() for _, parameter in frozen])
         self._take_anchors()
 
     # ── the loop ──
@@ -219,7 +252,7 @@ class LocalSGD(WrappedOptimizer):
         rounds = -(-total // self.every)
         expected = None  # the round for which the parameters are right
         try:
-            for number in self._store.steps(rounds, list(self._parameters.trained)):
+            for number in self._store.steps(rounds, [name for name, _ in self._parameters.trained]):
                 if number != expected:
                     self._begin_from_anchors()
                 first, expected = number * self.every, number + 1
@@ -242,7 +275,7 @@ class LocalSGD(WrappedOptimizer):
 
     def _check_at_anchors(self) -> None:
         for fragment in self._fragments:
-            self._parameters.check_unchanged(fragment.names)
+            fragment.check_unchanged()
             if not fragment.is_at_anchors():
                 raise NotAllowed(
                     f"a parameter among {_some(fragment.names)} was changed after LocalSGD set it, but the servers "
@@ -313,7 +346,9 @@ class LocalSGD(WrappedOptimizer):
     def _begin(self, fragment: _Fragment) -> None:
         """Begin the exchange of a fragment."""
         self._finish(fragment, self._local_share)
-        self._parameters.check_unchanged(fragment.names)
+        if _count(self._wrapped) != self._num_parameters:
+            raise parameters_added()
+        fragment.check_unchanged()
         fragment.exchange = self._store.pushpull_async(fragment.names, fragment.differences(), out=fragment.anchors)
         fragment.wait = self._delay
 
@@ -325,7 +360,11 @@ class LocalSGD(WrappedOptimizer):
             fragment.adopt_anchors(local_share)
 
 
-def _divided(parameters: Mapping[str, Parameter], count: int, every: int) -> list[_Fragment]:
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum([len(group["params"]) for group in optimizer.param_groups])
+
+
+def _divided(named: Sequence[Named], count: int, every: int) -> list[_Fragment]:
     """Divide parameters into this many fragments of neighbours, of about the same number of bytes.
 
     Raises:
@@ -333,15 +372,14 @@ def _divided(parameters: Mapping[str, Parameter], count: int, every: int) -> lis
     """
     if count > every:
         raise NotAllowed(f"fragments ({count}) are at most every ({every}): one is exchanged after a step")
-    if count > len(parameters):
-        raise NotAllowed(f"fragments ({count}) are at most the trained parameters ({len(parameters)})")
-    names = list(parameters)
-    sizes = [parameters[name].numel() * parameters[name].element_size() for name in names]
+    if count > len(named):
+        raise NotAllowed(f"fragments ({count}) are at most the trained parameters ({len(named)})")
+    sizes = [parameter.numel() * parameter.element_size() for _, parameter in named]
     fragments, begin = [], 0
     for place in range(count):
         end = _end_of_fragment(sizes, begin, count - place)
-        mine = names[begin:end]
-        fragments.append(_Fragment(mine, [parameters[name] for name in mine], (place + 1) * every // count))
+        names, parameters = zip(*named[begin:end], strict=True)
+        fragments.append(_Fragment(list(names), list(parameters), (place + 1) * every // count))
         begin = end
     return fragments
 
