@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvd.config import child_environment
 from kvd.testing.cluster import wait_until
 from tests.docs.sources_harness import ROOT
@@ -40,6 +42,7 @@ def start(program: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.timeout(300)
 def test_the_digest_is_the_same_though_a_worker_is_killed(tmp_path: Path) -> None:
     [program] = re.findall(r"^```python\n(# recommend.py\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert FIRST_LINE in program
