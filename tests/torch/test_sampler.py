@@ -205,6 +205,43 @@ def test_a_restarted_worker_reads_the_samples_of_its_step() -> None:
     assert read == {step: set(whole.samples(step)) for step in range(total)}
 
 
+def test_a_worker_that_joins_has_a_share_of_later_steps() -> None:
+    read: dict[int, list[list[int]]] = {}
+    is_under_way = Event()
+    last: list[int] = []
+
+    def train(kv: kvd.KVStore, is_late: bool) -> list[int]:
+        kv.init("w", np.zeros(3, np.float32))
+        kv.set_optimizer(SGD(0.1))
+        sampler = sampler_of(kv, seed=1)
+        loader = DataLoader(dataset(), batch_sampler=sampler)
+        made = []
+        for step, batch in sampler.batches(loader, kv.steps(1_000_000)):
+            if last and step > last[0]:
+                break
+            read.setdefault(step, []).append(numbers(batch))
+            kv.pushpull("w", np.ones(3, np.float32))  # nobody is more than a step ahead
+            made.append(step)
+            if step == 5:
+                is_under_way.set()
+            if is_late and len(made) == 3:
+                last.append(step + 5)
+        kv.close()
+        return made
+
+    with LocalCluster(2, 1, max_workers=3) as cluster, ThreadPoolExecutor(3) as pool:
+        stores = cluster.open_stores("dist_sync")
+        others = [pool.submit(train, store, False) for store in stores]
+        assert is_under_way.wait(60)
+        first = pool.submit(train, cluster.store(), True).result()[0]
+        assert [other.result()[-1] for other in others] == last * 2
+    whole = sampler_of(Worker(0, (0,)), seed=1)
+    for step, shares in read.items():
+        if abs(step - first) > 1:  # workers notice a change one after the other
+            assert len(shares) == (2 if step < first else 3)
+            assert sorted(sample for share in shares for sample in share) == sorted(whole.samples(step))
+
+
 # ── bad input ──
 
 
