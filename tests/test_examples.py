@@ -109,6 +109,28 @@ def test_torch_model(workers: int) -> None:
     assert min(accuracies(results)) > 0.7
 
 
+def test_a_program_for_horovod_runs_with_one_import_changed() -> None:
+    """The calls of Horovod's documented example, in order; without that import it would run on Horovod."""
+    pytest.importorskip("torch")
+    text = (EXAMPLES / "horovod_digits.py").read_text(encoding="utf-8")
+    imports = re.findall(r"^(?:import|from) .*", text, re.MULTILINE)
+    assert [line for line in imports if "kvd" in line] == [
+        "import kvd.compat.horovod.torch as hvd",
+        "from kvd.data import digits",
+    ]
+    together = run("horovod_digits.py", workers=2)
+    assert len(set(together.values())) == 1
+    assert min(accuracies(together)) > 0.85
+
+
+def test_jax_digits_gives_the_same_alone_and_in_a_cluster() -> None:
+    pytest.importorskip("optax", reason="JAX and optax are not installed: pip install jax optax")
+    alone = run("jax_digits.py", "--epochs", "3")
+    together = run("jax_digits.py", "--epochs", "3", workers=2)
+    assert set(together.values()) == set(alone.values())
+    assert min(accuracies(alone)) > 0.85
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_sparse_embedding(workers: int) -> None:
     results = run("sparse_embedding.py", "--library", "numpy", workers=workers, servers=2)

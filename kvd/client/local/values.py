@@ -47,7 +47,7 @@ from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.worker.step_loops import Replay
-from kvd.errors import KeyExists
+from kvd.errors import KeyExists, KvdError
 from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 from kvd.tables.first_rows import first_rows
 
@@ -279,6 +279,14 @@ class LocalValues:
         for name, value in values.items():
             sources = [source_of(value, MAX_SLICE_BYTES, copy=True)]
             self._keys.watched([name], partial(self._replace, [name], sources), "broadcast")
+
+    def keep_error(self, names: Sequence[str], error: KvdError) -> None:
+        """See `Assignments.keep_error`."""
+
+        def work() -> None:
+            raise error
+
+        self._keys.watched(list(names), work)
 
     def has_assigned(self, key: str) -> bool:
         """See `Assignments.has_assigned`. Nobody has a predecessor here."""
