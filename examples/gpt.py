@@ -1,13 +1,17 @@
 """A small GPT, trained on the texts that come with Python.
 
-It learns to continue Python's help topics and licence, byte by byte. Each worker draws its batches from the seed, the
-number of the step and its rank. ::
+It learns to continue Python's help topics and licence, character by character. Each worker draws its batches from the
+seed, the number of the step and its rank. ::
 
     python examples/gpt.py
-    kvd launch -n 3 -s 2 --restart 3 -- python examples/gpt.py --where local-sgd
+    kvd launch -n 2 -s 2 --replicas 2 --restart 3 -- python examples/gpt.py --write 300
+    kvd launch -n 2 -s 1 -- python examples/gpt.py --where workers
+    kvd launch -n 3 -s 1 --restart 3 -- python examples/gpt.py --where local-sgd
 
-`local-sgd`: each worker trains alone with AdamW, and all exchange their weights once in 50 steps (DiLoCo). A restarted
-worker takes the weights of the last exchange.
+With ``--where servers`` the servers make the steps of AdamW: a job whose workers and servers are killed and restarted
+ends with the bits of an undisturbed one. With ``workers`` each worker has an AdamW, which gets the mean gradients of
+all; a worker that is restarted ends with NotResumed. With ``local-sgd`` each worker trains alone, and all exchange
+their weights once in 50 steps (DiLoCo); a worker that is restarted continues with the weights of the last exchange.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import math
 import os
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,9 +119,18 @@ def digest_of(model: nn.Module) -> str:
     return hashlib.sha256(values).hexdigest()[:12]
 
 
+def wrap(where: str, model: nn.Module, rate: float, every: int, fragments: int, kv: kvd.KVStore) -> Any:
+    """AdamW for this model in a job."""
+    inner, named = torch.optim.AdamW(model.parameters(), rate), model.named_parameters()
+    if where == "local-sgd":
+        outer = kvd.optimizer.SGD(0.9, momentum=0.5, nesterov=True)
+        return kt.LocalSGD(inner, named, every=every, outer=outer, store=kv, fragments=fragments)
+    return kt.DistributedOptimizer(inner, named, where=where, op="mean", store=kv)  # type: ignore[arg-type]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--where", choices=["local-sgd"], default="local-sgd", help="where the optimizer runs")
+    parser.add_argument("--where", choices=["servers", "workers", "local-sgd"], default="servers")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=50, help="with local-sgd: steps between two exchanges")
     parser.add_argument("--fragments", type=int, default=1, help="with local-sgd: parts that take turns")
@@ -125,7 +139,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
+    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=int, default=0, help="characters that worker 0 writes in the end")
     given = parser.parse_args()
@@ -136,16 +150,9 @@ def main() -> None:
     evaluated = batch_of(held_out, EVALUATED, given.context, given.seed)
     torch.manual_seed(given.seed)
     model = GPT(given.width, given.layers, given.heads, given.context)
-    inner = torch.optim.AdamW(model.parameters(), given.rate)
-    with kvd.create("dist_sync" if "KVD_SCHEDULER" in os.environ else "local") as kv:
-        optimizer = kt.LocalSGD(
-            inner,
-            model.named_parameters(),
-            every=given.every,
-            outer=kvd.optimizer.SGD(0.7, momentum=0.9, nesterov=True),
-            store=kv,
-            fragments=given.fragments,
-        )
+    kind = "dist_sync" if "KVD_SCHEDULER" in os.environ or given.where == "workers" else "local"
+    with kvd.create(kind) as kv:
+        optimizer = wrap(given.where, model, given.rate, given.every, given.fragments, kv)
         for step in optimizer.steps(given.steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(step, given.steps, given.rate)
