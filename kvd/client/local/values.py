@@ -228,7 +228,7 @@ class LocalValues:
             for value, target in zip(values, targets(), strict=True):
                 np.copyto(target, value)
 
-        return self._keys.watched(keys.names, work, self._steps.untake_pushes, fill)
+        return self._keys.watched(keys.names, work, "pushpull", self._steps.untake_pushes, fill)
 
     # ── the value of this worker replaces the stored one ──
 
@@ -284,7 +284,7 @@ class LocalValues:
         def work() -> None:
             raise error
 
-        self._keys.watched(list(names), work)
+        self._keys.watched(list(names), work, "pushpull")
 
     def has_assigned(self, key: str) -> bool:
         """See `Assignments.has_assigned`. Nobody has a predecessor here."""
