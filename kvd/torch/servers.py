@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -114,7 +114,7 @@ class ServersMode:
         if self.passes.phase is Phase.SENT:
             raise NotAllowed("this step has sent gradients, and did not call optimizer.step()")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load hyperparameters.
 
         Raises:
@@ -125,7 +125,7 @@ class ServersMode:
                 'with where="servers" the state of the optimizer is on the servers, and a state_dict of torch cannot '
                 "be loaded there: load a snapshot of the store with kv.restore, or its kv.load_optimizer_states"
             )
-        self._wrapped.load_state_dict(state_dict)
+        self._wrapped.load_state_dict(dict(state_dict))
 
     def refuse_scaler(self) -> NoReturn:
         """Raise NotAllowed: `torch.amp.GradScaler` is about to make a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,6 @@ class WorkersMode:
         self.passes.check_ended()
         self.passes.step_done()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the wrapped optimizer."""
-        self._wrapped.load_state_dict(state_dict)
+        self._wrapped.load_state_dict(dict(state_dict))
