@@ -12,11 +12,11 @@ import torch
 from kvd.client.facades.blocking import KVStore, backend_of, create
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, divide
-from kvd.torch.gradients import GradientHook, GradientPasses, Sparse
+from kvd.torch.gradients import GradientHook, GradientPasses, Sparse, uncompiled
 from kvd.torch.mapping import Hyperparameters, from_torch
 from kvd.torch.parameters import ModelParameters, Named, check_agreement, parameters_of
 from kvd.torch.servers import ServersMode
-from kvd.torch.workers import WorkersMode
+from kvd.torch.workers import WorkersMode, optimizer_error
 from kvd.torch.wrapping import WrappedOptimizer, parameters_added
 
 Where: TypeAlias = Literal["servers", "workers"]
@@ -104,8 +104,6 @@ class DistributedOptimizer(WrappedOptimizer):
             self.store.set_gradient_compression(compression)
         also = (f"{_USED}{parameters.trained[0][0]}", len(parameters.trained)) if where == "workers" else None
         self._make_keys(parameters, op, also)
-        if hyperparameters is not None:
-            self.store.set_optimizer(hyperparameters.optimizer)
         # The keys of where="workers" hold weights until the first step only.
         if where == "servers" or not (self.store.restarted or backend.steps.restored_steps):
             self._load(named)
@@ -117,7 +115,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if hyperparameters is not None:
             self._mode = ServersMode(optimizer, self.store, buckets, hyperparameters)
         else:
-            self._mode = WorkersMode(optimizer, buckets)
+            self._mode = WorkersMode(optimizer, backend.updates, buckets)
         self._passes = GradientPasses(
             backend,
             buckets,
@@ -156,6 +154,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     # ── what a training loop calls ──
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients of all workers.
 
@@ -172,6 +171,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # hooks of steps are called by the wrapped optimizer
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the parameters, as `torch.optim.Optimizer.zero_grad` does."""
         self._mode.zero_grad(set_to_none)
@@ -217,9 +217,14 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _check_store(store: KVStore, where: Where) -> None:
-    if where == "workers" and not backend_of(store).facts.versioned:
+    backend = backend_of(store)
+    if where == "servers":
+        return
+    if not backend.facts.versioned:
         text = f'a {store.type} store merges no gradients, so where="workers" has nothing to update with'
         raise NotAllowed(f'{text}: use dist_sync, or where="servers"')
+    if backend.steps.has_optimizer().result():
+        raise optimizer_error("before this one was wrapped")
 
 
 def _check_free(store: KVStore, parameters: ModelParameters) -> None:

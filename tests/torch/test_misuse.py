@@ -114,6 +114,24 @@ def test_parameters_are_wrapped_again_when_their_keys_are_deleted(kv: kvd.KVStor
         first.step()
 
 
+def test_a_store_has_one_optimizer_for_all_keys(kv: kvd.KVStore) -> None:
+    first, second, third = (nn.ModuleDict({name: model()}) for name in ("first", "second", "third"))
+    early = wrapped(first, kv)
+    wrapped(second, kv, "servers")
+    with refuses("Adam cannot join it"):
+        kt.DistributedOptimizer(
+            torch.optim.Adam(third.parameters()), third.named_parameters(), where="servers", op="mean", store=kv
+        )
+    with refuses("the servers only merge gradients"):
+        wrapped(third, kv, "workers", bucket_bytes=1)
+    with refuses("an optimizer was set on them"):
+        backward(first["first"])
+    kv.set_optimizer(kvd.optimizer.Adagrad())
+    with refuses("which is Adagrad, so a SGD cannot join it"):
+        backward(second["second"])
+    assert early.state == {}
+
+
 def test_copies(kv: kvd.KVStore) -> None:
     optimizer = wrapped(model(), kv)
     for copying in (copy.deepcopy, pickle.dumps):
@@ -132,7 +150,7 @@ def test_the_version_of_torch() -> None:
 
 
 def test_a_second_backward(kv: kvd.KVStore) -> None:
-    for where, op in (("servers", "mean"), ("workers", "sum")):
+    for where, op in (("workers", "sum"), ("servers", "mean")):
         module = nn.ModuleDict({where: model()})
         forward = module[where]
         optimizer = wrapped(module, kv, where, op=op)
