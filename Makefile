@@ -16,6 +16,9 @@ CLUSTER_TESTS := tests/cli tests/client tests/compat tests/conformance tests/doc
 # Tests start hundreds of processes: each of them would compile all of kvd's modules anew, for half of its start-up time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# They run side by side: with two threads each, NumPy's and torch's would wait for each other in loops.
+test test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
+
 .PHONY: demo test test-insecure test-integrations test-without-lanes lint reference bench soak clean
 
 $(BASE): pyproject.toml
