@@ -9,9 +9,12 @@ try:
     import torch
 
     from kvd.torch.broadcast import broadcast_buffers, broadcast_object, broadcast_parameters
+    from kvd.torch.ddp import BucketReducer, ddp_hook
+    from kvd.torch.embedding import Embedding
     from kvd.torch.local_sgd import LocalSGD
     from kvd.torch.mapping import Hyperparameters, from_torch
     from kvd.torch.optimizer import DistributedOptimizer
+    from kvd.torch.sampler import ShardedSampler
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -22,9 +25,13 @@ __all__ = [
     "LocalSGD",
     "from_torch",
     "Hyperparameters",
+    "Embedding",
+    "ShardedSampler",
     "broadcast_parameters",
     "broadcast_buffers",
     "broadcast_object",
+    "ddp_hook",
+    "BucketReducer",
 ]
 
 LEAST = (2, 4)

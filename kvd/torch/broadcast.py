@@ -37,7 +37,7 @@ def broadcast_parameters(
     """Write worker 0's tensors into those of all workers. All workers call it.
 
     Tensors may have any dense layout and any dtype, and lie on any device. Of several names of one tensor (tied
-    weights) the first counts. ``DistributedOptimizer`` does this for its parameters.
+    weights) the first counts. `DistributedOptimizer` does this for its parameters.
 
     Args:
         parameters: ``module.state_dict()`` or ``module.named_parameters()``. They are written in place.

@@ -140,7 +140,7 @@ class Hyperparameters:
         """Return the fields that have changed since the last call, for ``kv.update_optimizer(**changed)``.
 
         The first call compares with the values at construction. Usually the result is empty or has one entry,
-        `learning_rate`. Costs about a microsecond per group if nothing has changed.
+        `learning_rate`. If nothing has changed, a call takes some microseconds.
 
         Raises:
             NotAllowed: the values have no counterpart any more. The next call compares with the same values as this.

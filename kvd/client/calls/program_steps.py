@@ -64,6 +64,10 @@ class ProgramSteps:
         """Where the program is, for its next push."""
         return self._loops.place
 
+    def has_optimizer(self) -> Promise:
+        """A promise of whether an optimizer updates the values of the store."""
+        return self._has_optimizer()
+
     @property
     def is_in_step(self) -> bool:
         """Whether the program is in a step of a loop."""

@@ -372,6 +372,7 @@ class ClusterValues:
                 some_encoded=pushed.some_encoded,
                 sets_out=pushed.sets_out,
                 finds=pieces.found,
+                in_few=True,
             )
         else:  # a step that is made again has pushed them before
             items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces.buffers, strict=True))

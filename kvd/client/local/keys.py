@@ -171,6 +171,11 @@ class LocalKeys:
             raise table_error(self.written.of(name)) if name in self.tables else missing(name)
         return entry
 
+    def spec(self, name: str) -> KeySpec:
+        """That of a live key, which may be a table."""
+        table = self.tables.get(name)
+        return self.entries[name].spec if table is None else table_spec(table.table.description, table.merge)
+
     def version(self, name: str) -> int:
         """How many pushes of the key counted. Raises KeyNotFound."""
         table = self.tables.get(name)

@@ -82,11 +82,11 @@ class LocalValues:
             to_make = {wanted[place] for place in self._keys.restored.to_make(wanted, specs, default)}
             fresh = [(name, source) for name, source in zip(names, sources, strict=True) if name in to_make]
             new_tables = [(name, description) for name, description in tables if name in to_make]
-            for name, source in fresh:
-                if name in self._keys.entries:
-                    self._keys.entry(name).spec.check_merge(source.spec, name, default)
-            for name in (*(name for name, _ in fresh), *(name for name, _ in new_tables)):
-                if self._keys.is_live(name):
+            for name, spec in zip(wanted, specs, strict=True):
+                if name in to_make and self._keys.is_live(name):
+                    live = self._keys.spec(name)
+                    live.check_same(spec, name)
+                    live.check_merge(spec, name, default)
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
             for name, source in fresh:
