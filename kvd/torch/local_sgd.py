@@ -147,7 +147,7 @@ class LocalSGD(WrappedOptimizer):
     of the step, so that they fit there. Buffers, such as running statistics, stay those of each worker.
 
     It is a torch optimizer by `isinstance`, with the parameter groups, state and hooks of the wrapped one, also for
-    schedulers and `GradScaler`. `store.set_gradient_compression` compresses the differences. Keys are the names of the
+    schedulers and ``GradScaler``. `store.set_gradient_compression` compresses the differences. Keys are the names of the
     parameters. In `dist_async` every exchange is an update of its own: use `kvd.optimizer.DelayedNesterov`, and pull
     after a barrier to get equal weights.
 
@@ -241,7 +241,7 @@ class LocalSGD(WrappedOptimizer):
 
         A new worker gets ``range(total)``, a restarted one the steps from the beginning of the round in which its
         predecessor died, as `kvd.KVStore.steps` does for rounds. Call `step` once in each inner step; one that
-        `GradScaler` skips counts, too. All workers name the same total. After the loop all have the same weights; a
+        ``GradScaler`` skips counts, too. All workers name the same total. After the loop all have the same weights; a
         loop that is left early keeps local ones, and the next loop begins with those of the last outer step.
 
         Args:
