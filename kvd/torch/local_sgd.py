@@ -147,9 +147,9 @@ class LocalSGD(WrappedOptimizer):
     of the step, so that they fit there. Buffers, such as running statistics, stay those of each worker.
 
     It is a torch optimizer by `isinstance`, with the parameter groups, state and hooks of the wrapped one, also for
-    schedulers and ``GradScaler``. `store.set_gradient_compression` compresses the differences. Keys are the names of the
-    parameters. In `dist_async` every exchange is an update of its own: use `kvd.optimizer.DelayedNesterov`, and pull
-    after a barrier to get equal weights.
+    schedulers and ``GradScaler``. `store.set_gradient_compression` compresses the differences. Keys are the names of
+    the parameters. In `dist_async` every exchange is an update of its own: use `kvd.optimizer.DelayedNesterov`, and
+    pull after a barrier to get equal weights.
 
     Args:
         optimizer: the inner optimizer, with all its parameter groups.

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import diloco
-from benchmarks.diloco import DILOCO, SYNCHRONOUS, Point, first_to_reach, lines
+from benchmarks.diloco import COMPRESSED, DILOCO, SYNCHRONOUS, Point, first_to_reach, lines
 from examples import gpt
 
 CURVES = {
@@ -21,14 +21,14 @@ def test_the_first_point_with_the_loss_counts() -> None:
     assert first_to_reach(CURVES[DILOCO], 2.0) == (100, 40_000, 2.0)
     assert first_to_reach(CURVES[DILOCO], 1.0) is None
     assert lines(CURVES) == [
-        (SYNCHRONOUS, "100", "2.0000", "2.00", "1"),
+        (SYNCHRONOUS, "100", "2.0000", "2.00", "1.0000"),
         (DILOCO, "100", "2.0000", "0.04", "0.0200"),
     ]
     never = {**CURVES, DILOCO: CURVES[DILOCO][:1]}
     assert lines(never)[1] == (DILOCO, "50", "3.5000", "0.02", "never")
 
 
-@pytest.mark.timeout(300)  # two processes import torch
+@pytest.mark.timeout(300)  # three processes import torch
 def test_a_small_run_counts_the_bytes_of_every_exchange(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv, svg = tmp_path / "out.csv", tmp_path / "out.svg"
     steps = ["--workers", "1", "--steps", "6", "--diloco-steps", "6", "--every", "2"]
@@ -37,7 +37,7 @@ def test_a_small_run_counts_the_bytes_of_every_exchange(tmp_path: Path, capsys: 
     assert heading == "training,step,bytes,loss"
     found = [row.split(",") for row in rows]
     assert [(name, int(step)) for name, step, _, _ in found] == [
-        (name, step) for name in (SYNCHRONOUS, DILOCO) for step in (2, 4, 6)
+        (name, step) for name in (SYNCHRONOUS, DILOCO, COMPRESSED) for step in (2, 4, 6)
     ]
     model = gpt.GPT(width=48, layers=2, heads=4, context=48)
     value_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -46,6 +46,8 @@ def test_a_small_run_counts_the_bytes_of_every_exchange(tmp_path: Path, capsys: 
         assert 4 * value_bytes <= counts[after] - counts[before] <= 4.5 * value_bytes
     for before, after in ((3, 4), (4, 5)):  # one exchange
         assert 2 * value_bytes <= counts[after] - counts[before] <= 2.5 * value_bytes
+    for before, after in ((6, 7), (7, 8)):  # a quarter out, all in
+        assert 1.25 * value_bytes <= counts[after] - counts[before] <= 1.7 * value_bytes
     assert all(0 < float(loss) < 6 for *_, loss in found)
     assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
     assert SYNCHRONOUS in capsys.readouterr().out
