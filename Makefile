@@ -9,11 +9,14 @@ DEV := $(VENV)/.kvd-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests often wait for a process or a timeout: with three workers two cores were idle for half of the time.
 WORKERS ?= 4
-CLUSTER_TESTS := tests/cli tests/client tests/conformance tests/docs tests/faults tests/fuzz tests/node tests/observe \
-	tests/parallel tests/transport $(wildcard tests/test_*.py)
+CLUSTER_TESTS := tests/cli tests/client tests/compat tests/conformance tests/docs tests/faults tests/fuzz tests/jax tests/node \
+	tests/observe tests/parallel tests/transport $(wildcard tests/test_*.py)
 
 # Tests start hundreds of processes: each of them would compile all of kvd's modules anew, for half of its start-up time.
 unexport PYTHONDONTWRITEBYTECODE
+
+# They run side by side: with two threads each, NumPy's and torch's would wait for each other in loops.
+test test-insecure test-without-lanes soak: export OMP_NUM_THREADS = 1
 
 .PHONY: demo test test-insecure test-without-lanes lint reference bench soak clean
 

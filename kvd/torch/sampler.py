@@ -40,6 +40,8 @@ class ShardedSampler(Sampler[list[int]]):
     those that take part then: without `batches`, samples are missed or come twice in these steps if that changes. The
     workers of a store do not notice a change at the same time, so in that one step it happens with `batches`, too.
 
+    A step of ``kv.steps(total, shared=True)`` is made by one worker: this sampler is not for those.
+
     It is used by the process of the store alone. A DataLoader gives its workers numbers of samples, not the sampler.
 
     Args:

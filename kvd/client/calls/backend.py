@@ -16,7 +16,7 @@ from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, KvdError
 from kvd.optimizer import Optimizer
 
 Updater = Callable[[Any, Array, Array], None]  # of the key as the program wrote it, what came, what is stored
@@ -208,6 +208,9 @@ class Assignments(Protocol):
         The arrays, uint8, must not be changed afterwards. Errors are raised by the next call on these keys, by `flush`
         or by `close`.
         """
+
+    def keep_error(self, names: Sequence[str], error: KvdError) -> None:
+        """Raise the error at the next call on these keys, at `flush` or at `close`."""
 
     def has_assigned(self, key: str) -> bool:
         """Whether this process has taken part in a round of the key; a predecessor that died does not count."""
