@@ -13,22 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar
 
 from kvd.errors import ConfigError
 from kvd.optimizer.fields import normalise, require
 from kvd.optimizer.multipliers import NO_MULTIPLIERS, Multipliers
 from kvd.optimizer.schedule import Scaled, Schedule, limited, rate_at
-
-_OTHER_NAMES: Final = {
-    "lr": ("learning_rate",),
-    "weight_decay": ("wd",),
-    "eps": ("epsilon",),
-    "betas": ("beta1", "beta2"),
-    "b1": ("beta1",),
-    "b2": ("beta2",),
-}
-"""The names of fields in torch.optim and Optax."""
 
 
 class Optimizer:
@@ -74,23 +64,6 @@ class Optimizer:
     updates_rows: ClassVar[bool] = True
     """False if single rows of a table cannot be updated: more than the element itself goes into its update, or all
     elements are touched by each update."""
-
-    def __new__(cls, *values: object, **named: object) -> Self:
-        """Return a new one, without its fields yet.
-
-        Raises:
-            TypeError: a field was given the name that it has elsewhere.
-        """
-        fields = getattr(cls, "__dataclass_fields__", {})
-        right = {name: _OTHER_NAMES[name] for name in named if name in _OTHER_NAMES and name not in fields}
-        texts = [
-            f"{' and '.join(f'{field}=' for field in own)}, not {name}="
-            for name, own in right.items()
-            if fields.keys() >= set(own)
-        ]
-        if texts:
-            raise TypeError(f"kvd.optimizer.{cls.__name__} takes {'; '.join(texts)}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         normalise(self)

@@ -41,19 +41,6 @@ def test_the_arguments_of_sgd_come_in_the_documented_order() -> None:
     )
 
 
-def test_the_names_that_fields_have_elsewhere_are_corrected() -> None:
-    made: Any = AdamW
-    text = "kvd.optimizer.AdamW takes learning_rate=, not lr=; wd=, not weight_decay=; beta1= and beta2=, not betas="
-    with pytest.raises(TypeError, match=f"^{text}$"):
-        made(lr=0.1, weight_decay=0.01, betas=(0.9, 0.99), epsilon=1e-8)
-    made = SGD
-    with pytest.raises(TypeError, match="SGD takes learning_rate=, not lr="):
-        made(lr=0.1)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'eps'"):
-        made(0.1, eps=1e-8)
-    assert replace(SGD(0.1), momentum=0.9) == SGD(0.1, 0.9)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "names"),
     [

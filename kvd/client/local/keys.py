@@ -91,6 +91,11 @@ class LocalKeys:
         if self._closed:
             raise checks.closed_error()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls work."""
+        return self._pid == os.getpid() and not self._closed
+
     def close(self) -> None:
         """No call works after this."""
         self._closed = True
@@ -105,15 +110,19 @@ class LocalKeys:
         self.unobserved.raise_for(keys.names)
         return keys
 
-    def answered(self, work: Callable[[], Any]) -> Handle:
-        """The handle of work that is done here and now: it has the errors of kvd, others are raised at once."""
+    def answered(self, work: Callable[[], Any], finish: Callable[[Any], Any] | None = None) -> Handle:
+        """The handle of work that is done here and now: it has the errors of kvd, others are raised at once.
+
+        Args:
+            finish: as that of a `Handle`.
+        """
         promise = Promise()
         try:
             with self._lock:
                 promise.set_result(work())
         except KvdError as error:  # any other comes from an updater or from the file system
             promise.set_exception(self.written.restored(error))
-        return Handle(promise)
+        return Handle(promise, finish)
 
     def at_once(self, work: Callable[[], Result]) -> Result:
         """What work returns; its errors are raised here, and not by a handle."""
@@ -129,10 +138,11 @@ class LocalKeys:
         work: Callable[[], Any],
         what: str,
         refused: Callable[[Sequence[str]], None] | None = None,
+        finish: Callable[[Any], Any] | None = None,
     ) -> Handle:
         """The same for a call that errors call `what`; an unobserved error is raised by a later call. `refused`: see
         `UnobservedErrors.watch`."""
-        handle = self.answered(work)
+        handle = self.answered(work, finish)
         handle.what = what
         self.unobserved.watch(names, handle, refused)
         if self.unobserved:

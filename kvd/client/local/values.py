@@ -47,7 +47,7 @@ from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.worker.step_loops import Replay
-from kvd.errors import KeyExists
+from kvd.errors import KeyExists, KvdError
 from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 from kvd.tables.first_rows import first_rows
 
@@ -213,6 +213,25 @@ class LocalValues:
 
         return self._watched_push(keys, work, "pushpull")
 
+    def pushpull_bound(
+        self, keys: KeyList, gradients: Sequence[Array], targets: Callable[[], Sequence[Array]], priority: int
+    ) -> Handle:
+        self._keys.check_open()
+        self._keys.unobserved.raise_for(keys.names)
+        sources = _sources(keys, gradients, copy=False)
+        is_wanted = self._steps.take_pushes(keys.names)
+
+        def work() -> list[Array]:
+            if is_wanted:
+                self._update(keys.names, sources, 1, False)
+            return [contiguous_bytes(self._keys.entry(name).value.copy()) for name in keys.names]
+
+        def fill(values: Sequence[Array]) -> None:
+            for value, target in zip(values, targets(), strict=True):
+                np.copyto(target, value)
+
+        return self._keys.watched(keys.names, work, "pushpull", self._steps.untake_pushes, fill)
+
     # ── the value of this worker replaces the stored one ──
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int, reservation: Reservation | None) -> Handle:
@@ -261,6 +280,14 @@ class LocalValues:
             sources = [source_of(value, MAX_SLICE_BYTES, copy=True)]
             self._keys.watched([name], partial(self._replace, [name], sources), "broadcast")
 
+    def keep_error(self, names: Sequence[str], error: KvdError) -> None:
+        """See `Assignments.keep_error`."""
+
+        def work() -> None:
+            raise error
+
+        self._keys.watched(list(names), work, "pushpull")
+
     def has_assigned(self, key: str) -> bool:
         """See `Assignments.has_assigned`. Nobody has a predecessor here."""
         return self._keys.entry(key).version > 0
@@ -294,6 +321,13 @@ class LocalValues:
             )
 
         return self._keys.answered(work)
+
+    def gradients(self, keys: KeyList) -> Handle:
+        return self._keys.answered(lambda: [self._bound(name, self._keys.entry(name)).gradient for name in keys.names])
+
+    def is_bound(self, name: str) -> bool:
+        entry = self._keys.entries.get(name)
+        return self._keys.is_open and entry is not None and entry.bound is not None
 
     def _bound(self, name: str, entry: Entry) -> BoundArrays:
         if entry.bound is None:
