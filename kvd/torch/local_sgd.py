@@ -23,6 +23,10 @@ from kvd.torch.wrapping import WrappedOptimizer, parameters_added
 OPTIONS_KEY = "kvd.torch/local_sgd"
 """The key with `every`, the number of fragments, and the delay: workers that join later compare them with their own."""
 
+ROUND_KEY = "kvd.torch/local_sgd_round"
+"""The key that each worker pushes a 1 to when it begins a round. So the servers know in which round it is, although it
+may exchange nothing for long, and a restarted worker begins with that round, not with the one before."""
+
 
 class _Place(Enum):
     """The program's place in a loop over `LocalSGD.steps`."""
@@ -217,6 +221,7 @@ class LocalSGD(WrappedOptimizer):
             self._store.init(OPTIONS_KEY, np.array(options, np.int64), merge="sum")
         except KeyExists:
             raise NotAllowed("this store has a LocalSGD already: another one needs a job of its own") from None
+        self._store.init(ROUND_KEY, np.zeros(1, np.int64), merge="sum")
         of_job = self._store.pull(OPTIONS_KEY).tolist()
         if of_job != options:
             job = "every={}, fragments={}, delay={}".format(*of_job)
@@ -250,11 +255,13 @@ class LocalSGD(WrappedOptimizer):
 
     def _make_steps(self, total: int) -> Iterator[int]:
         rounds = -(-total // self.every)
+        keys = [ROUND_KEY, *[name for name, _ in self._parameters.trained]]
         expected = None  # the round for which the parameters are right
         try:
-            for number in self._store.steps(rounds, [name for name, _ in self._parameters.trained]):
+            for number in self._store.steps(rounds, keys):
                 if number != expected:
                     self._begin_from_anchors()
+                self._store.push(ROUND_KEY, np.ones(1, np.int64))
                 first, expected = number * self.every, number + 1
                 self._round = _Round(min(self.every, total - first), is_last=expected == rounds)
                 for step in range(first, first + self._round.length):
