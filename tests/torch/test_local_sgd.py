@@ -111,6 +111,30 @@ def test_a_newcomer_takes_the_weights_of_the_last_outer_step() -> None:
     assert results[2][1] == [list(range(8, 20))]
 
 
+def test_a_worker_that_the_others_did_not_wait_for_takes_the_weights_of_the_newest_outer_step() -> None:
+    """Worker 2 stops in the second round, and comes back when the others are in their fourth."""
+    plan = Plan([28], every=4, fragments=[NAMES[:1], NAMES[1:]])
+    others_are_ahead = threading.Event()
+
+    def train(kv: kvd.KVStore) -> tuple[Weights, list[list[int]]]:
+        def before_step(loop: int, step: int) -> None:
+            if kv.rank == 2 and step == 5:
+                assert others_are_ahead.wait(WAIT_S)
+            if kv.rank < 2 and step == 13:
+                others_are_ahead.set()
+                wait_until(lambda: kv.ranks == (0, 1, 2), "the late worker takes part again")
+
+        return harness.train(kv, plan, before_step)
+
+    with LocalCluster(3, 2, quorum=2, quorum_grace_s=2.0) as cluster:
+        results = cluster.run(train)
+    assert_same_bits([weights for weights, _ in results])
+    [late] = results[2][1]
+    assert late[:8] == [*range(8)]  # it finds out in the exchanges of its second round
+    assert late[8:] == [*range(late[8], 28)]
+    assert late[8] >= 16
+
+
 # ── a torch optimizer ──
 
 
