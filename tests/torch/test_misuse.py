@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kvd
 import kvd.torch as kt
-from kvd.errors import KeyExists, KvdError, NotAllowed, NotCopyable
+from kvd.errors import KeyExists, KvdError, NodeLost, NotAllowed, NotCopyable
 from kvd.testing.cluster import LocalCluster
 from kvd.torch import check_version
 
@@ -262,6 +262,26 @@ def test_a_checkpoint_around_all_parameters_that_leaves_some_without_gradients(k
 
 
 # ── workers that differ ──
+
+
+def test_the_others_learn_that_a_worker_has_failed() -> None:
+    errors: dict[int, BaseException] = {}
+
+    def program(kv: kvd.KVStore) -> None:
+        module = nn.Embedding(5, 2, sparse=kv.rank == 1)
+        optimizer = wrapped(module, kv)
+        try:
+            loss: Any = module(torch.tensor([1])).sum()
+            loss.backward()
+            optimizer.step()
+        except KvdError as error:
+            errors[kv.rank] = error
+            raise
+
+    with LocalCluster(2, 1) as cluster, refuses("'weight' is sparse"):
+        cluster.run(program)
+    assert isinstance(errors[0], NodeLost)
+    assert errors[0].node == "worker 1"
 
 
 def test_workers_with_other_models_or_options() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kvd.client.calls.bound_arrays import BoundList
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
@@ -169,14 +170,11 @@ class Values(Protocol):
     ) -> Any:
         """The result of `pushpull`; the program writes to the value only when this has returned."""
 
-    def pushpull_bound(
-        self, keys: KeyList, gradients: Sequence[Array], targets: Callable[[], Sequence[Array]], priority: int
-    ) -> Handle:
+    def pushpull_bound(self, bound: BoundList, targets: Callable[[], Sequence[Array]], priority: int) -> Handle:
         """Push bound gradients, and pull the values into the targets when the handle is waited for, not before.
 
         Args:
-            keys: distinct ones.
-            gradients: as `Binding.gradients` gave them.
+            bound: as `Binding.gradients` gave it.
             targets: called then; gives contiguous writable memory of the size of each key, as uint8, none of it twice.
         """
 
@@ -228,7 +226,8 @@ class Binding(Protocol):
     def bind(self, key: Any) -> Handle: ...
 
     def gradients(self, keys: KeyList) -> Handle:
-        """Gives the gradients that `bind` gives for a list of keys. Nothing is pulled, and weights take no memory."""
+        """Gives a `BoundList` of the gradients that `bind` gives for a list of keys. Nothing is pulled, and weights
+        take no memory."""
 
     def is_bound(self, name: str) -> bool:
         """Whether this process has arrays of the key, and the store is open."""

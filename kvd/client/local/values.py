@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.calls import checks
-from kvd.client.calls.bound_arrays import BoundArrays, bind_result
+from kvd.client.calls.bound_arrays import BoundArrays, BoundList, bind_result
 from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
@@ -213,12 +213,10 @@ class LocalValues:
 
         return self._watched_push(keys, work, "pushpull")
 
-    def pushpull_bound(
-        self, keys: KeyList, gradients: Sequence[Array], targets: Callable[[], Sequence[Array]], priority: int
-    ) -> Handle:
+    def pushpull_bound(self, bound: BoundList, targets: Callable[[], Sequence[Array]], priority: int) -> Handle:
+        keys, sources = bound.keys, bound.sources
         self._keys.check_open()
         self._keys.unobserved.raise_for(keys.names)
-        sources = _sources(keys, gradients, copy=False)
         is_wanted = self._steps.take_pushes(keys.names)
 
         def work() -> list[Array]:
@@ -323,7 +321,10 @@ class LocalValues:
         return self._keys.answered(work)
 
     def gradients(self, keys: KeyList) -> Handle:
-        return self._keys.answered(lambda: [self._bound(name, self._keys.entry(name)).gradient for name in keys.names])
+        def work() -> BoundList:
+            return BoundList.of(keys, [self._bound(name, self._keys.entry(name)) for name in keys.names])
+
+        return self._keys.answered(work)
 
     def is_bound(self, name: str) -> bool:
         entry = self._keys.entries.get(name)
