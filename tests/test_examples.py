@@ -200,6 +200,7 @@ def losses(text: str) -> float:
     return float(text.partition("loss ")[2].partition(",")[0])
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3, 4)]])
 def test_gpt_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -216,6 +217,7 @@ def test_gpt_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(tmp
     assert losses(killed[0]) < 4  # that of even chances is 4.85
 
 
+@pytest.mark.timeout(300)
 def test_gpt_in_the_workers_learns_as_on_the_servers() -> None:
     alone = run("gpt.py", *SMALL_GPT, "--batch", "8")
     together = run("gpt.py", *SMALL_GPT, "--where", "workers", workers=2)

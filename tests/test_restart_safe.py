@@ -127,7 +127,7 @@ def test_readme_survives_the_death_of_each_worker(folder: Path, block: int) -> N
     ("example", "arguments", "death"),
     [
         ("train.py", ("--epochs", "2"), 17),
-        ("digits_group.py", ("--epochs", "1", "--devices", "2"), 50),
+        pytest.param("digits_group.py", ("--epochs", "1", "--devices", "2"), 50, marks=pytest.mark.soak),
         pytest.param("torch_model.py", ("--epochs", "1", "--devices", "cpu"), 40, marks=pytest.mark.soak),
     ],
 )

@@ -121,9 +121,10 @@ class ShardedSampler(Sampler[list[int]]):
                 if len(self._ranks) >= MOST_DRAWN:
                     raise NotAllowed(f"the loader has drawn {MOST_DRAWN} batches ahead: lower its prefetch_factor")
                 self._ranks[step] = ranks
+            elif step + 1 == end:
+                self._first = end  # a loop that counts its batches asks for none after the last one
             yield self._share(step, ranks)
             step += 1
-        self._first = step
 
     def batches(self, loader: DataLoader[Any], steps: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """Iterate over pairs of a step and its batch.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvd
-from kvd.errors import DtypeMismatch, NotAllowed, ShapeMismatch, StoreClosed
+from kvd.errors import DtypeMismatch, NotAllowed, NotResumed, ShapeMismatch, StoreClosed
 from kvd.testing.cluster import LocalCluster
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install jax optax")
@@ -140,6 +142,58 @@ def test_an_array_of_several_processes_is_refused() -> None:
     Elsewhere.__abstractmethods__ = frozenset()
     with kvd.create("local") as kv, pytest.raises(NotAllowed, match="a part of the leaf 'w' is in another process"):
         kvd.jax.pushpull({"w": Elsewhere()}, store=kv, op="mean")
+
+
+# ── a worker that dies ──
+
+
+def test_a_restarted_worker_continues_from_its_own_checkpoint() -> None:
+    total, stopped = 6, 3
+    checkpoints: dict[tuple[int, int], Any] = {}
+    is_back = Event()
+
+    def gradient(w: Any, rank: int, step: int) -> Any:
+        return {"w": (rank + 1) * w + step}
+
+    def train(kv: kvd.KVStore, last: int, w: Any) -> Any:
+        for step in kv.steps(total, restored=kv.restarted):
+            w = checkpoints[kv.rank, step] if kv.restarted else w
+            if step == last:
+                kv.__exit__(RuntimeError, None, None)
+                return None
+            if step == stopped:
+                assert is_back.wait(60)  # a push would wait for a dead worker
+            checkpoints[kv.rank, step + 1] = w = (
+                w - 0.1 * kvd.jax.pushpull(gradient(w, kv.rank, step), store=kv, op="mean")["w"]
+            )
+        return w
+
+    with LocalCluster(2, 1, request_timeout_s=30.0) as cluster:
+        stores = cluster.open_stores("dist_sync", [{"node_id": f"worker-{number}"} for number in range(2)])
+        zero, one = sorted(stores, key=lambda store: store.rank)
+        with ThreadPoolExecutor(2) as pool:
+            other = pool.submit(train, zero, total, jnp.ones(3))
+            pool.submit(train, one, stopped, jnp.ones(3)).result()
+            successor = cluster.store(node_id=f"worker-{stores.index(one)}")
+            is_back.set()
+            results = [pool.submit(train, successor, total, None).result(), other.result()]
+    w = np.ones(3)
+    for step in range(total):
+        w = w - 0.1 * (1.5 * w + step)
+    for result in results:
+        np.testing.assert_allclose(result, w, rtol=1e-5)
+
+
+def test_a_restarted_worker_of_a_program_without_steps_is_refused() -> None:
+    with LocalCluster(2, 1) as cluster:
+        stores = cluster.open_stores("dist_sync", [{"node_id": f"worker-{number}"} for number in range(2)])
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda kv: kvd.jax.pushpull({"w": jnp.ones(3)}, store=kv, op="mean"), stores))
+        stores[1].__exit__(RuntimeError, None, None)
+        successor = cluster.store(node_id="worker-1")
+        with pytest.raises(NotResumed) as raised:
+            kvd.jax.pushpull({"w": jnp.ones(3)}, store=successor, op="mean")
+        assert raised.value.key == "w"
 
 
 # ── inside jax.jit ──
