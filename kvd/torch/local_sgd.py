@@ -144,7 +144,9 @@ class LocalSGD(WrappedOptimizer):
     new inner optimizer. Lost are the state of its inner optimizer, and what it had trained since the last exchange of
     each fragment: at most `every` inner steps of one worker. The same holds for a worker that joins later, or comes
     back after the others went on without it (`on_worker_loss = "shrink"`, a quorum). Set learning rates by the number
-    of the step, so that they fit there. Buffers, such as running statistics, stay those of each worker.
+    of the step, so that they fit there. Buffers, such as running statistics, stay those of each worker. Rounds are the
+    steps of the store: ``--snapshot-every`` counts them, and `kvd.KVStore.snapshot` is called after the last step of a
+    round.
 
     It is a torch optimizer by `isinstance`, with the parameter groups, state and hooks of the wrapped one, also for
     schedulers and ``GradScaler``. `store.set_gradient_compression` compresses the differences. Keys are the names of
@@ -216,7 +218,8 @@ class LocalSGD(WrappedOptimizer):
         """Make a key for each parameter, if all workers have the same ones, and take the values of worker 0."""
         options = [self.every, len(self._fragments), self._delay]
         shown = "every={}, fragments={}, delay={}".format(*options)
-        check_agreement(backend_of(self._store).rounds, self._store.rank, [shown, *self._parameters.lines()])
+        lines = [shown, f"outer={outer}", *self._parameters.lines()]
+        check_agreement(backend_of(self._store).rounds, self._store.rank, lines)
         try:
             self._store.init(OPTIONS_KEY, np.array(options, np.int64), merge="sum")
         except KeyExists:
