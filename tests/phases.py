@@ -71,13 +71,18 @@ class Phase:
 
 
 def phases(workers: str) -> list[Phase]:
-    """The phases of `make test`, in order; `workers` is the number of processes of pytest."""
-    pytest = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
+    """The phases of `make test`, in order.
+
+    Args:
+        workers: the number of processes of pytest in phases whose tests often wait. The others have one for each core.
+    """
+    python = [sys.executable, "-m", "pytest", "--dist", "worksteal"]
+    pytest = [*python, "-n", workers]
     covered = ["--cov=kvd/core", "--cov=kvd/protocol", "--cov-report="]
     report = [sys.executable, "-m", "coverage", "report", "--fail-under=95"]
     others = [f"--ignore={folder}" for folder in CORE]
     return [
-        Phase("the core and the protocol", [*pytest, *covered, *CORE]),
+        Phase("the core and the protocol", [*python, "-n", "auto", *covered, *CORE]),
         Phase("the coverage of the core and the protocol", report, is_pytest=False),
         Phase("all other tests", [*pytest, "--durations=40", *others]),
         Phase("repeated operations without lanes", [*pytest, "--kvd-lanes", "off", *REPEATED]),

@@ -83,6 +83,9 @@ class Collectives:
     Args:
         store: a synchronous store, or one in this process, that no optimizer updates.
 
+    Attributes:
+        is_compressed: set it if the store compresses what it pushes: these calls stay exact all the same.
+
     Raises:
         NotAllowed: the store has no rounds.
     """
@@ -92,6 +95,7 @@ class Collectives:
         if not self._exchange.versioned:
             raise NotAllowed(f'collective calls need rounds: create the store as "dist_sync", not as {store.type!r}')
         self.store = store
+        self.is_compressed = False
         self._keys = CollectiveKeys(store)
 
     # ── reductions ──
@@ -149,7 +153,10 @@ class Collectives:
             )
             for own, tensor in zip(names, inputs, strict=True)
         ]
-        return [self.store.pushpull_async(keys, list(inputs), out=list(outs), priority=priority)], lambda: None
+        handle = self.store.pushpull_async(
+            keys, list(inputs), out=list(outs), priority=priority, cast=self.is_compressed
+        )
+        return [handle], lambda: None
 
     def _reduce_unnamed(
         self, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], op: ReduceOp, name: str, priority: int
@@ -183,7 +190,7 @@ class Collectives:
             piece = torch.zeros(size, dtype=flat.dtype)
             piece[: part.numel()] = part
             piece[-CHECK_ELEMENTS:] = _check_bits(described).to(flat.dtype)
-            handles.append(self.store.pushpull_async(key, piece, out=piece))
+            handles.append(self.store.pushpull_async(key, piece, out=piece, cast=self.is_compressed))
             pieces.append((piece, part.numel(), described))
         return pieces
 

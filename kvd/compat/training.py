@@ -60,6 +60,7 @@ class AccumulatingOptimizer(kt.DistributedOptimizer):
             compression=None if compression is Compressor else compression.options,
             sparse="dense" if sparse_as_dense else "refuse",
         )
+        collectives.is_compressed |= compression is not Compressor
         self._collectives = collectives
         self._optimizer = optimizer
         self._op = op

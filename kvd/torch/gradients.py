@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -27,13 +27,20 @@ WRAP_AGAIN = (
 
 _NO_PASS = -1
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 #: What becomes of sparse gradients, as of ``nn.Embedding(sparse=True)``.
 Sparse: TypeAlias = Literal["refuse", "dense"]
 
-_uncompiled: Callable[[Callable[[], None]], Callable[[], None]] = torch._dynamo.disable
 _engine: Any = torch.autograd.Variable._execution_engine
 _current_pass: Callable[[], int] = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def uncompiled(function: F) -> F:
+    """Return the function such that torch.compile calls it as it is, with all that it calls."""
+    made: F = cast(Any, torch._dynamo).disable(function)
+    return made
 
 
 class Phase(Enum):
@@ -53,7 +60,7 @@ class GradientHook:
 
     def __init__(self, passes: GradientPasses, slot: Slot) -> None:
         self.passes = passes
-        self._ready: Callable[[], None] = _uncompiled(partial(passes.ready, slot))
+        self._ready: Callable[[], None] = uncompiled(partial(passes.ready, slot))
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self._ready()
@@ -110,6 +117,7 @@ class GradientPasses:
         self._unready = 0  # gradients
         self._has_sent = False
         self._is_ended = True
+        self._end_pass = uncompiled(self._pass_ended)
         self._hooks = [_register(slot.parameter, GradientHook(self, slot)) for slot in self.slots]
 
     @property
@@ -164,7 +172,7 @@ class GradientPasses:
             number = _current_pass()
             if number != self._pass:
                 self._pass = number
-                _engine.queue_callback(self._pass_ended)
+                _engine.queue_callback(self._end_pass)
             self._take(slot)
 
     def _pass_ended(self) -> None:

@@ -129,6 +129,15 @@ def test_workers_that_reduce_different_tensors_are_told() -> None:
     assert "('sum', torch.float32, [(6,)])" in second[0]
 
 
+def test_a_name_with_another_shape_than_that_of_worker_0_is_refused() -> None:
+    with LocalCluster(2, 1) as cluster:
+        zero, one = (Collectives(store) for store in cluster.open_stores())
+        waiting = zero.reduce([torch.ones(3)], ReduceOp.SUM, name="x")
+        with pytest.raises(ShapeMismatch, match="'collective/reduce/sum/float32/x'"):
+            one.reduce([torch.ones(4)], ReduceOp.SUM, name="x").wait()
+        assert not waiting.done()
+
+
 def test_bad_tensors_names_and_roots() -> None:
     with kvd.create("local") as kv:
         calls = Collectives(kv)

@@ -138,6 +138,14 @@ results["clipped"] = trained(hvd, clip=0.05)
 results["two of three passes"] = trained(hvd, passes=3, made=2)
 results["two of three, clipped"] = trained(hvd, passes=3, made=2, clip=0.05)
 
+# gradients travel as float16, and other calls as they are
+half = torch.nn.Parameter(torch.zeros(1 << 16))
+sgd = hvd.DistributedOptimizer(torch.optim.SGD([half], lr=1.0), [("half", half)], compression=hvd.Compression.fp16)
+(half * (1 + 2**-20)).sum().backward()
+exact = torch.full((1 << 16,), 1 + 2**-20)
+results["compressed"] = [half.grad.unique().tolist(), hvd.allreduce(exact).unique().tolist(),
+                         hvd.allreduce(exact, name="exact").unique().tolist()]
+
 # a worker that runs out of data: the last one to join has the newest parameters
 model = torch.nn.Linear(1, 1, bias=False)
 sgd = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -241,6 +249,7 @@ def test_horovods_calls_and_optimizer() -> None:
         assert (lr, betas, steps) == (0.2, [0.8, 0.9], 1.0)
         torch.testing.assert_close(parameters, weights(model), rtol=0, atol=1e-6)
         torch.testing.assert_close(torch.tensor(moments), state[3]["exp_avg"], rtol=0, atol=1e-6)
+        assert result["compressed"] == [[1.0], [1 + 2**-20], [1 + 2**-20]]
         for name, value in expected.items():
             assert result[name] == results[0][name], name
             torch.testing.assert_close(torch.tensor(result[name]), torch.tensor(value), rtol=0, atol=1e-6, msg=name)

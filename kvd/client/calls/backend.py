@@ -257,6 +257,10 @@ class Rounds(Protocol):
 class Updates(Protocol):
     """How values are updated."""
 
+    @property
+    def last_set(self) -> Optimizer | None:
+        """The optimizer that this process has set last; None: it has set none."""
+
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle: ...
     def set_gradient_compression(self, params: object) -> Handle: ...
     def set_updater(self, updater: Updater | None) -> None: ...

@@ -21,6 +21,7 @@ from kvd.parallel.models.torch.embeddings import row_sparse_parameters
 from kvd.parallel.models.torch.loss import BatchLoss, LossFunction, LossReduction
 from kvd.parallel.models.torch.module_copy import trained_and_states
 from kvd.parallel.models.torch.passes import TorchPasses
+from kvd.parallel.models.torch.step_seed import StepSeed
 from kvd.parallel.models.torch.tensors import as_tensor, dtype_of, host_copy, outputs_of
 from kvd.parallel.models.torch.threads import CpuThreads
 
@@ -174,5 +175,5 @@ class TorchModel(ProcessBound):
         """The outputs by name; on ``"meta"`` they have no values."""
         module = copy.deepcopy(self.module).to(where).eval()
         inputs = [torch.zeros(desc.shape, dtype=getattr(torch, desc.dtype), device=where) for desc in descs]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), StepSeed(torch.device("cpu"), ()).during(0, is_train=True):  # as if nothing was drawn
             return outputs_of(module(*inputs))
