@@ -31,6 +31,7 @@ from kvd.errors import (
     RequestTimeout,
     ShapeMismatch,
     SnapshotError,
+    StateLost,
     StoreClosed,
     VersionUnavailable,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "NodeLost",
     "BarrierBroken",
     "NotResumed",
+    "StateLost",
     "JobEnded",
     "JobBusy",
     "StoreClosed",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.healing import Healing
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
@@ -299,3 +300,4 @@ class Backend:
     snapshots: Snapshots
     nodes: Nodes
     closing: Closing
+    healing: Healing

@@ -15,7 +15,7 @@ from kvd.client.calls.keys import key_list
 from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
-from kvd.core.places import Boundary, PlaceKind, Point, kind_of
+from kvd.core.places import Boundary, PlaceKind, Point, kind_of, step_of
 from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import KvdError, NotAllowed, NotResumed
 from kvd.protocol.messages import NO_STEP
@@ -211,6 +211,29 @@ class ProgramSteps:
         """See `StepLoops.missed_steps_error`."""
         with self._lock:
             return self._loops.missed_steps_error()
+
+    @property
+    def number(self) -> int:
+        """The present step among those of all loops; outside of loops, that of the next one."""
+        with self._lock:
+            return step_of(self._loops.place)
+
+    @property
+    def is_past(self) -> bool:
+        """See `StepLoops.is_past`."""
+        with self._lock:
+            return self._loops.is_past
+
+    @property
+    def counts_whole(self) -> bool:
+        """See `StepLoops.counts_whole`."""
+        with self._lock:
+            return self._loops.counts_whole
+
+    def pass_over(self) -> None:
+        """See `StepLoops.pass_over`."""
+        with self._lock:
+            self._loops.pass_over()
 
     def enter(self, step: int) -> Promise | None:
         """Begins a step. The promise, if there is one, is kept before the step pushes."""

@@ -176,6 +176,7 @@ class WorkerMachine:
             requests.Flush: pushes.flush,
             requests.Rewind: self._clocks.rewind,
             requests.Resume: self._clocks.resume,
+            requests.PassOver: self._clocks.pass_over,
             requests.ComeTo: self._clocks.come_to,
             requests.TakePartAgain: returning.take_part_again,
             requests.StandBy: standing.stand_by,

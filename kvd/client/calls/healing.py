@@ -1,0 +1,161 @@
+"""Programs that update the weights themselves, and get them from another worker when they are restarted.
+
+Without an optimizer on the servers, weights and optimizer states are in the memory of the workers, alike in all. The
+loop over steps here counts the updates that this process has made. Where that differs from the step that is given, the
+process lacks the state, and takes it from a worker that has it, before the program goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvd.client.calls.program_steps import ProgramSteps, StepIteration, Steps
+from kvd.client.calls.promise import Promise
+from kvd.errors import NotAllowed
+
+
+class StateHolder(Protocol):
+    """What a program has in its memory of all steps so far, as bytes. All methods are called on the program's thread,
+    while it waits in the store."""
+
+    def layout(self) -> bytes:
+        """Describe the parts of the state, so that `begin_write` of another worker can check and make them."""
+
+    def nbytes(self) -> int:
+        """The size of the state in bytes, without the layout."""
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill the target with the bytes of the state from this one on."""
+
+    def begin_write(self, layout: bytes, donor: str) -> int:
+        """Prepare to be overwritten by a state of this layout, and return its size in bytes. Nothing is written before
+        that; it may be called again when some has been written.
+
+        Args:
+            donor: the worker that has it, such as ``"worker 1"``.
+
+        Raises:
+            KvdError: it does not fit. The text names what, and the donor.
+        """
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Overwrite the state from this byte on. The calls come in order, and without gaps."""
+
+    def end_write(self) -> None:
+        """All is written."""
+
+
+class StatePassing(Protocol):
+    """The way of states from one worker to another."""
+
+    def attend(self, holder: StateHolder) -> None:
+        """From now on, waits of this thread give the state to those who lack it."""
+
+    def has(self, made: int | None) -> None:
+        """The state is that after so many steps, until the next call; None: it is that of no step."""
+
+    def take(self, made: int) -> None:
+        """Gets the state after so many steps from another worker.
+
+        Raises:
+            StateLost: no living worker has it.
+        """
+
+    def pass_over(self) -> Promise:
+        """The clocks of the keys go on behind the step in which the predecessor stopped."""
+
+
+class Healing:
+    """The steps of a program that has its own optimizer.
+
+    Args:
+        passing: None: there are no other workers.
+    """
+
+    def __init__(self, steps: ProgramSteps, passing: StatePassing | None) -> None:
+        self._steps = steps
+        self._passing = passing
+        self._holder: StateHolder | None = None
+        self._made: int | None = None  # the state is that after so many steps; None: it is not one that others need
+        self._goes_on_at: int | None = None  # the number of the step that needs no other state than there is
+
+    def hold(self, holder: StateHolder) -> None:
+        """From now on this is the state of the program.
+
+        Raises:
+            NotAllowed: it has one already.
+        """
+        if self._holder is not None:
+            raise NotAllowed(
+                "this store passes on the state of one optimizer, and has one: wrap one optimizer per store, with all "
+                "parameters in its groups"
+            )
+        self._holder = holder
+
+    def updating(self) -> None:
+        """The state is about to change, and is that of no step until the present one ends."""
+        self._has(None)
+
+    def steps(self, total: object, keys: object) -> Iterator[int]:
+        """The steps of a loop, see `kvd.KVStore.steps`. In each of them the program has the state after all steps
+        before. One that counts already is not given.
+
+        Args:
+            keys: those that each step pushes; all of them are known.
+
+        Raises:
+            NotAllowed: wrong arguments; or there is no holder.
+        """
+        if self._holder is None or keys is None:
+            raise NotAllowed("a loop that passes states on needs a state, and the keys that each step pushes")
+        return self._iterate(Steps(StepIteration(self._steps, total, keys, shared=False, restored=True)))
+
+    def _iterate(self, iteration: Steps) -> Iterator[int]:
+        assert self._holder is not None
+        if self._passing is not None:
+            self._passing.attend(self._holder)
+        try:
+            for step in iteration:
+                number = self._steps.number
+                if not self._come_to(number):
+                    continue
+                try:
+                    yield step
+                except GeneratorExit:  # an update may be under way: whoever needs the state does not get it from here
+                    iteration.close()
+                    self._goes_on_at = self._steps.number
+                    raise
+                self._has(number + 1)
+            self._come_to_end(self._steps.number)
+        finally:
+            iteration.close()
+
+    def _come_to(self, number: int) -> bool:
+        """Whether the program makes this step, with the state that it needs; otherwise it counts already."""
+        if number in (self._made, self._goes_on_at):
+            self._has(number)
+            return True
+        counts = self._steps.counts_whole
+        self._take(number + 1 if counts else number)
+        if counts and self._passing is not None:
+            self._passing.pass_over().result()
+            self._steps.pass_over()
+        return not counts
+
+    def _come_to_end(self, number: int) -> None:
+        """The loop is over. A predecessor that came further needs another state than the one here."""
+        if self._made != number and not self._steps.is_past:
+            self._take(number)
+
+    def _take(self, made: int) -> None:
+        self._has(None)
+        if self._passing is not None:
+            self._passing.take(made)
+        self._has(made)
+
+    def _has(self, made: int | None) -> None:
+        self._made = made
+        self._goes_on_at = made
+        if self._passing is not None:
+            self._passing.has(made)
