@@ -35,6 +35,7 @@ from kvd.protocol.messages import (
     FetchPart,
     GiveState,
     Gone,
+    Member,
     MemberState,
     Message,
     NotYetReason,
@@ -299,7 +300,7 @@ class Healing:
         """If no living worker can have a state, those who want one are told."""
         lacking = {rank for rank, sender in self._lost.items() if self._lives(rank, sender)} | wants.keys()
         others = [who for who in self._view.members.values() if who.role == "worker" and who.rank not in lacking]
-        if any(who.state in PRESENT for who in others):
+        if self._may_have_one(others):
             return
         first = self._view.worker(0)
         may_begin = 0 in wants or first is None or first.state in MAY_COME
@@ -312,6 +313,11 @@ class Healing:
             else:
                 self._lost[rank] = want.sender
                 self._answer_want(rank, StateGone(want.request, Gone.OVER if is_over else Gone.LOST))
+
+    @staticmethod
+    def _may_have_one(others: list[Member]) -> bool:
+        """Whether one of these workers, who want no state, may have one."""
+        return any(who.state in PRESENT for who in others)
 
     def _answer_want(self, rank: int, answer: Message) -> None:
         self._effects.send(self._wants.pop(rank).peer, answer)
