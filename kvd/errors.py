@@ -187,8 +187,8 @@ class NotResumed(KvdError):
 class StateLost(NotResumed):
     """No living worker has the weights and the optimizer's state that this one needs.
 
-    Each worker keeps them itself (`where="workers"` in `kvd.torch`), and a restarted one gets them from another. That
-    has failed because all others are dead or need them, too, or have finished and left.
+    Each worker keeps them itself where no optimizer is set on the servers, and a restarted one gets them from another.
+    That has failed because all others are dead or need them, too, or have finished and left.
 
     Attributes:
         steps: of the loops of the program, after which the state was needed.

@@ -15,11 +15,11 @@ import numpy as np
 
 from kvd.core.membership import ViewState
 from kvd.core.places import step_of
-from kvd.core.requests import Barrier, Depart, Flush, PassOver, Transfer
+from kvd.core.requests import Barrier, ClockOf, Depart, Flush, PassOver, Transfer
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.state_transfers import Begin, PartRead, Script, give, offer_of, take
 from kvd.core.worker.step_loops import StepLoops
-from kvd.errors import JobEnded, KvdError
+from kvd.errors import JobEnded, KvdError, NodeLost
 from kvd.protocol.messages import (
     EXIT_BARRIER,
     NO_STATE,
@@ -32,7 +32,7 @@ from kvd.protocol.messages import (
 )
 from kvd.testing.process import Coroutine, PendingCall, Process, Sleep, Start
 from kvd.testing.simulator import Me, World
-from kvd.testing.workloads.steps import SIZE, Floats, Keys, enter, item
+from kvd.testing.workloads.steps import RETRY_S, SIZE, Floats, Keys, enter, insist, item
 
 OFFER_AFTER_S = 0.1
 LOOK_S = 0.02  # between two looks of a program that waits
@@ -142,7 +142,12 @@ class HealedTraining:
                 return
         self.check_state(me, memory, "ends with")
         for request in (Flush(), Depart(Departure.DONE), Barrier(EXIT_BARRIER)):
-            yield from self.wait(me, memory, (yield Start(request)))
+            while True:
+                try:
+                    yield from self.wait(me, memory, (yield Start(request)))
+                    break
+                except NodeLost:
+                    yield Sleep(RETRY_S)
         yield Depart(Departure.LEFT)
 
     def come_to(self, me: Me, memory: Memory, loops: StepLoops) -> Generator[Any, Any, bool | None]:
@@ -168,15 +173,28 @@ class HealedTraining:
         for position, (key, target) in enumerate(zip(self.keys, targets, strict=True)):
             loops.take_pushes([key])
             source = self.gradient(position, self.weights(memory.values, position), me.rank, number)
-            items = (item(key, source, target),)
-            calls.append((yield Start(Transfer(items, push=True, pull=True, place=loops.place))))
-        for call in calls:
-            yield from self.wait(me, memory, call)
+            transfer = Transfer((item(key, source, target),), push=True, pull=True, place=loops.place)
+            calls.append((transfer, (yield Start(transfer))))
+        for transfer, call in calls:
+            yield from self.finish(me, memory, transfer, call, number + 1)
         memory.made = None
         yield Sleep(0.01)
         self.update(memory.values, targets)
         yield Sleep(0.01)
         memory.made = number + 1
+
+    def finish(self, me: Me, memory: Memory, transfer: Transfer, call: PendingCall, clock: int) -> Coroutine:
+        """Waits for a push and what it pulls. If a server is lost before it begins, it is made again."""
+        while True:
+            try:
+                yield from self.wait(me, memory, call)
+                return
+            except NodeLost:
+                yield Sleep(RETRY_S)
+            if (yield from insist(ClockOf(transfer.items[0].key))) >= clock:
+                pulled = tuple(entry._replace(source=None) for entry in transfer.items)
+                transfer = Transfer(pulled, push=False, pull=True)
+            call = yield Start(transfer)
 
     def wait(self, me: Me, memory: Memory, call: PendingCall) -> Generator[Any, Any, Any]:
         """Waits for a call, and gives the state of this process to others meanwhile."""
@@ -230,7 +248,12 @@ class HealedTraining:
             offset += data.nbytes
 
         home = me.machine.view.first_partition
-        gone = yield from carried_out(take(made, home, begin, write))
+        while True:
+            try:
+                gone = yield from carried_out(take(made, home, begin, write))
+                break
+            except NodeLost:
+                yield Sleep(RETRY_S)
         if gone is not None:
             self.check_nobody_has_it(me, made, gone.why)
             if gone.why is not Gone.FIRST or offset:
