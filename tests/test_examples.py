@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import random
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from struct import pack
@@ -27,16 +29,24 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TIMEOUT_S = 110
 
 
-def run(name: str, *arguments: str, workers: int = 0, servers: int = 1, hook: Path | None = None) -> dict[int, str]:
+def run(
+    name: str,
+    *arguments: str,
+    workers: int = 0,
+    servers: int = 1,
+    hook: Path | None = None,
+    launch: Sequence[str] = (),
+) -> dict[int, str]:
     """Runs an example, as a job if `workers` are given. Returns the last line of each worker, by rank.
 
     Args:
+        launch: more options of `kvd launch`.
         hook: a folder with a sitecustomize.py for the processes of the job, whose workers are restarted once.
     """
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     if workers:
-        launch = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers)]
-        command = [*launch, *(("--restart", "1") if hook else ()), "--", *command]
+        begins = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers), *launch]
+        command = [*begins, *(("--restart", "1") if hook else ()), "--", *command]
     path = f"{ROOT}:{ROOT / 'cli'}" + (f":{hook}" if hook else "")
     environment = child_environment({"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -112,6 +122,72 @@ def test_local_sgd(kind: str, workers: int) -> None:
     assert min(accuracies(results)) > 0.85
     if kind == "dist_sync":
         assert len(set(results.values())) == 1
+
+
+SMALL_GPT = ("--steps", "40", "--every", "10", "--width", "32", "--layers", "1", "--context", "32", "--batch", "4")
+SABOTEUR = """
+import os, pathlib, signal, threading, time
+node, marks = os.environ.get("KVD_NODE_ID", ""), pathlib.Path(__file__).parent
+name, _, steps = (marks / "victims").read_text().partition(" ")
+if os.environ.get("KVD_ROLE") == "worker" and node == name and not (marks / node).exists():
+    import torch
+    backward, calls, dies_at = torch.Tensor.backward, 0, [int(step) for step in steps.split()]
+    def stepping(self, *arguments, **keywords):
+        global calls
+        calls += 1
+        if calls == dies_at[0]:  # a server dies, and the training goes on
+            (marks / "server").touch()
+        if calls == dies_at[1]:
+            (marks / node).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward(self, *arguments, **keywords)
+    torch.Tensor.backward = stepping
+if node == "server-1" and not (marks / "server-died").exists():
+    def die():
+        while not (marks / "server").exists():
+            time.sleep(0.02)
+        (marks / "server-died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=die, daemon=True).start()
+"""
+
+
+def losses(text: str) -> float:
+    return float(text.partition("loss ")[2].partition(",")[0])
+
+
+@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3, 4)]])
+def test_gpt_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    steps = sorted(chance.sample(range(2, 40), 2))
+    (tmp_path / "victims").write_text(f"worker-{chance.randrange(2)} {steps[0]} {steps[1]}")
+    (tmp_path / "sitecustomize.py").write_text(SABOTEUR)
+    copies = ("--replicas", "2")
+    killed = run("gpt.py", *SMALL_GPT, workers=2, servers=2, hook=tmp_path, launch=copies)
+    assert len(list(tmp_path.glob("worker-*"))) == 1
+    assert (tmp_path / "server-died").exists()
+    undisturbed = run("gpt.py", *SMALL_GPT, workers=2, servers=2, launch=copies)
+    assert len(set(undisturbed.values())) == 1
+    assert killed == undisturbed
+    assert losses(killed[0]) < 4  # that of even chances is 4.85
+
+
+def test_gpt_in_the_workers_learns_as_on_the_servers() -> None:
+    alone = run("gpt.py", *SMALL_GPT, "--batch", "8")
+    together = run("gpt.py", *SMALL_GPT, "--where", "workers", workers=2)
+    assert len(set(together.values())) == 1
+    assert abs(losses(together[0]) - losses(alone[0])) < 0.2  # other batches
+
+
+def test_gpt_with_rare_exchanges_goes_on_after_a_death_with_equal_weights(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    (tmp_path / "victims").write_text(f"worker-1 50 {chance.randrange(12, 38)}")
+    (tmp_path / "sitecustomize.py").write_text(SABOTEUR)
+    options = ("--where", "local-sgd", "--fragments", "2")
+    results = run("gpt.py", *SMALL_GPT, *options, workers=2, hook=tmp_path)
+    assert (tmp_path / "worker-1").exists()
+    assert len(set(results.values())) == 1
+    assert losses(results[0]) < 4
 
 
 def test_a_checkpoint_continues_with_the_same_bits(tmp_path: Path) -> None:

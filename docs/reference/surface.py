@@ -16,7 +16,16 @@ from typing import Any
 from pdoc import doc_ast
 from pdoc.doc import Class, Doc, Function, Module, Namespace, Variable
 
-MODULES = ("kvd", "kvd.aio", "kvd.optimizer", "kvd.optimizer.schedule", "kvd.initializer", "kvd.errors", "kvd.parallel")
+MODULES = (
+    "kvd",
+    "kvd.aio",
+    "kvd.optimizer",
+    "kvd.optimizer.schedule",
+    "kvd.initializer",
+    "kvd.errors",
+    "kvd.parallel",
+    "kvd.torch",
+)
 """The documented modules; what they export is public."""
 
 OURS = {

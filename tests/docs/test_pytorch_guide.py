@@ -19,7 +19,7 @@ from tests.docs.sources_harness import ROOT
 
 GUIDE = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 TIMEOUT_S = 115
-NEXT_BATCH = "    x, y = next(batches)\n"
+START_OF_STEP = "    order = torch.randperm("
 PAUSE = """
     import pathlib, time
     if step in (20, 40):
@@ -126,8 +126,8 @@ def test_a_training_ends_with_the_same_bits_though_a_worker_and_a_server_are_kil
     undisturbed = start(command, tmp_path, environment, tmp_path / "undisturbed")
     assert undisturbed.wait(TIMEOUT_S) == 0, (tmp_path / "undisturbed").read_text()
 
-    assert NEXT_BATCH in program("servers.py")
-    (tmp_path / "servers.py").write_text(program("servers.py").replace(NEXT_BATCH, NEXT_BATCH + PAUSE))
+    assert START_OF_STEP in program("servers.py")
+    (tmp_path / "servers.py").write_text(program("servers.py").replace(START_OF_STEP, PAUSE + START_OF_STEP))
     log = tmp_path / "log"
     launcher = start(command, tmp_path, environment, log)
 

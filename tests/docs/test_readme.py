@@ -119,7 +119,7 @@ def test_any_module_takes_the_place_of_the_linear_one(folder: Path, environment:
     [model] = re.findall(r"^model = .*$", program, re.MULTILINE)
     [result] = re.findall(r"^print\(.*$", program, re.MULTILINE)
     changed = program.replace('"dist_sync"', '"local"', 1).replace(model, MODULE)
-    changed = changed.replace(result, 'print("loss", loss.item(), len(names))')
+    changed = changed.replace(result, 'print("loss", loss.item(), len(optimizer.param_groups[0]["params"]))')
     found = re.search(r"loss (\S+) (\d+)", run([sys.executable, "-c", changed], folder, environment))
     assert found is not None
     assert float(found[1]) < 3.0  # of 30 before the first step

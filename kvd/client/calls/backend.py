@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.healing import Healing
+from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
@@ -169,6 +170,17 @@ class Values(Protocol):
     ) -> Any:
         """The result of `pushpull`; the program writes to the value only when this has returned."""
 
+    def pushpull_bound(
+        self, keys: KeyList, gradients: Sequence[Array], targets: Callable[[], Sequence[Array]], priority: int
+    ) -> Handle:
+        """Push bound gradients, and pull the values into the targets when the handle is waited for, not before.
+
+        Args:
+            keys: distinct ones.
+            gradients: as `Binding.gradients` gave them.
+            targets: called then; gives contiguous writable memory of the size of each key, as uint8, none of it twice.
+        """
+
 
 class Tables(Protocol):
     """Keys of which a call names rows. `Values` makes them, and pushes to them."""
@@ -213,12 +225,27 @@ class Binding(Protocol):
 
     def bind(self, key: Any) -> Handle: ...
 
+    def gradients(self, keys: KeyList) -> Handle:
+        """Gives the gradients that `bind` gives for a list of keys. Nothing is pulled, and weights take no memory."""
+
+    def is_bound(self, name: str) -> bool:
+        """Whether this process has arrays of the key, and the store is open."""
+
 
 class Rounds(Protocol):
     """Where this worker is in its rounds, and where it meets the others."""
 
     def flush(self, timeout: float | None) -> Handle: ...
     def barrier(self, name: str, timeout: float | None) -> Handle: ...
+
+    def meet(self, name: str, says: str | None) -> Handle:
+        """Meet all workers, as at a barrier. Gives the note that one of them left there, "" if nobody left one or it is
+        forgotten. A restarted worker passes, and gets the latest note.
+
+        Args:
+            says: the note, of at most `MAX_TEXT_CHARS`; None: this worker leaves none. Of several, one counts.
+        """
+
     def join(self, until: object = None) -> Handle: ...
     def rewind(self, clock: int) -> Handle: ...
     def resume(self) -> Handle: ...

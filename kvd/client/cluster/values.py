@@ -354,6 +354,35 @@ class ClusterValues:
             target.flags.writeable = False
         return [target] if type(key) in (list, tuple) else target
 
+    def pushpull_bound(
+        self, keys: KeyList, gradients: Sequence[Array], targets: Callable[[], Sequence[Array]], priority: int
+    ) -> Handle:
+        names = keys.names
+        self._arguments.raise_unobserved(names)
+        pieces = NewValues(names)
+        is_pushed = self._steps.take_pushes(names)
+        if is_pushed:
+            pushed = self._pushed(keys, gradients, False, copy=False, reservation=None)
+            transfer = requests.Transfer(
+                pushed.items(pieces.buffers),
+                push=True,
+                pull=True,
+                priority=priority,
+                place=self._steps.place,
+                some_encoded=pushed.some_encoded,
+                sets_out=pushed.sets_out,
+                finds=pieces.found,
+                in_few=True,
+            )
+        else:  # a step that is made again has pushed them before
+            items = tuple(Item(name, None, None, piece) for name, piece in zip(names, pieces.buffers, strict=True))
+            transfer = requests.Transfer(
+                items, push=False, pull=True, priority=priority, takes=self._taken, finds=pieces.found
+            )
+        submit = self._submit_push if is_pushed else self._engine.submit
+        handle = Handle(submit(transfer), lambda _: pieces.move_to(targets()), "pushpull", self._engine.wait)
+        return self._watched(names, handle, self._untake)
+
     def _pushpull_flight(
         self, prepared: PreparedFlight, name: str, value: Array, out: Array, reservation: Reservation | None
     ) -> Handle:

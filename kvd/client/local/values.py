@@ -82,11 +82,11 @@ class LocalValues:
             to_make = {wanted[place] for place in self._keys.restored.to_make(wanted, specs, default)}
             fresh = [(name, source) for name, source in zip(names, sources, strict=True) if name in to_make]
             new_tables = [(name, description) for name, description in tables if name in to_make]
-            for name, source in fresh:
-                if name in self._keys.entries:
-                    self._keys.entry(name).spec.check_merge(source.spec, name, default)
-            for name in (*(name for name, _ in fresh), *(name for name, _ in new_tables)):
-                if self._keys.is_live(name):
+            for name, spec in zip(wanted, specs, strict=True):
+                if name in to_make and self._keys.is_live(name):
+                    live = self._keys.spec(name)
+                    live.check_same(spec, name)
+                    live.check_merge(spec, name, default)
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
             for name, source in fresh:
@@ -213,6 +213,25 @@ class LocalValues:
 
         return self._watched_push(keys, work)
 
+    def pushpull_bound(
+        self, keys: KeyList, gradients: Sequence[Array], targets: Callable[[], Sequence[Array]], priority: int
+    ) -> Handle:
+        self._keys.check_open()
+        self._keys.unobserved.raise_for(keys.names)
+        sources = _sources(keys, gradients, copy=False)
+        is_wanted = self._steps.take_pushes(keys.names)
+
+        def work() -> list[Array]:
+            if is_wanted:
+                self._update(keys.names, sources, 1, False)
+            return [contiguous_bytes(self._keys.entry(name).value.copy()) for name in keys.names]
+
+        def fill(values: Sequence[Array]) -> None:
+            for value, target in zip(values, targets(), strict=True):
+                np.copyto(target, value)
+
+        return self._keys.watched(keys.names, work, self._steps.untake_pushes, fill)
+
     # ── the value of this worker replaces the stored one ──
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int, reservation: Reservation | None) -> Handle:
@@ -294,6 +313,13 @@ class LocalValues:
             )
 
         return self._keys.answered(work)
+
+    def gradients(self, keys: KeyList) -> Handle:
+        return self._keys.answered(lambda: [self._bound(name, self._keys.entry(name)).gradient for name in keys.names])
+
+    def is_bound(self, name: str) -> bool:
+        entry = self._keys.entries.get(name)
+        return self._keys.is_open and entry is not None and entry.bound is not None
 
     def _bound(self, name: str, entry: Entry) -> BoundArrays:
         if entry.bound is None:

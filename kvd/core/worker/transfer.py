@@ -180,7 +180,7 @@ class Transfer:
         """Parts of tables, and slices that are decoded on one side, travel one by one, so that the sizes of others do
         not matter."""
         if not transfer.cast and not transfer.some_encoded and not transfer.some_rows and transfer.takes is None:
-            return self._plans.of(call.keys)
+            return self._plans.of(call.keys, in_few=transfer.in_few)
         keys, items = call.keys, transfer.items
         tables = tuple([place for place, item in enumerate(items) if item.ranges is not None])
         coded = [
