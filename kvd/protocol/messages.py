@@ -1265,7 +1265,7 @@ class StateGiven:
     request: Number
     transfer: Number
     donor: Number
-    parts: Annotated[int, Limit(1, MAX_STATE_PARTS)]
+    num_parts: Annotated[int, Limit(1, MAX_STATE_PARTS)]
     head_nbytes: Number
 
 
@@ -1278,7 +1278,7 @@ class StatePart:
     request: Number
     transfer: Number
     part: Number
-    parts: Annotated[int, Limit(1, MAX_STATE_PARTS)]
+    num_parts: Annotated[int, Limit(1, MAX_STATE_PARTS)]
     head_nbytes: Number
     checksum: Number
 

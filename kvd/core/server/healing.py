@@ -339,15 +339,17 @@ class Healing:
         if message.part < transfer.lowest:
             self._effects.send(event.peer, Done(message.request))
             return
-        size = _Size(message.parts, message.head_nbytes)
+        size = _Size(message.num_parts, message.head_nbytes)
         if (
             known is not None
-            or message.part >= min(message.parts, transfer.lowest + PARTS_AHEAD)
+            or message.part >= min(message.num_parts, transfer.lowest + PARTS_AHEAD)
             or transfer.size not in (None, size)
             or event.payload is None
             or not 0 < event.nbytes <= STATE_PART_BYTES
         ):
-            text = f"part {message.part} of {message.parts} of a state, with {event.nbytes} bytes, does not fit here"
+            text = (
+                f"part {message.part} of {message.num_parts} of a state, with {event.nbytes} bytes, does not fit here"
+            )
             self._effects.refuse(event.peer, message.request, ErrorCode.PROTOCOL_ERROR, text)
             return
         error = self._memory_error(event.nbytes)
@@ -376,7 +378,7 @@ class Healing:
     def _send_part(self, part: _Part, request: int, peer: Peer) -> None:
         message = part.message
         answer = StatePart(
-            request, message.transfer, message.part, message.parts, message.head_nbytes, message.checksum
+            request, message.transfer, message.part, message.num_parts, message.head_nbytes, message.checksum
         )
         self._effects.send(peer, answer, (part.payload,))
 

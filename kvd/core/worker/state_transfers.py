@@ -112,8 +112,8 @@ def _fetch(given: StateGiven, home: int, write: Callable[[StatePart, Any], None]
     under_way: deque[Any] = deque()
     asked = 0
     try:
-        for part in range(given.parts):
-            while asked < min(given.parts, part + PARTS_AHEAD):
+        for part in range(given.num_parts):
+            while asked < min(given.num_parts, part + PARTS_AHEAD):
                 under_way.append((yield Begin(_fetching(given, asked, part, home))))
                 asked += 1
             ((answer, payload, nbytes),) = yield Await(under_way.popleft())
@@ -127,9 +127,9 @@ def _fetch(given: StateGiven, home: int, write: Callable[[StatePart, Any], None]
     except GeneratorExit:
         raise
     except BaseException:
-        yield Begin(_fetching(given, given.parts, given.parts, home))  # the giver waits no more for this worker
+        yield Begin(_fetching(given, given.num_parts, given.num_parts, home))  # the giver waits no more for this worker
         raise
-    yield Await((yield Begin(_fetching(given, given.parts, given.parts, home))))
+    yield Await((yield Begin(_fetching(given, given.num_parts, given.num_parts, home))))
     return True
 
 
