@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvd.client.calls.program_steps import ProgramSteps, StepIteration, Steps
 from kvd.client.calls.promise import Promise
-from kvd.errors import NotAllowed
+from kvd.errors import NotAllowed, StateLost
 
 
 class StateHolder(Protocol):
@@ -86,7 +86,7 @@ class Healing:
         Raises:
             NotAllowed: it has one already.
         """
-        if self._holder is not None:
+        if self._holder is not None and self._holder is not holder:
             raise NotAllowed(
                 "this store passes on the state of one optimizer, and has one: wrap one optimizer per store, with all "
                 "parameters in its groups"
@@ -97,18 +97,21 @@ class Healing:
         """The state is about to change, and is that of no step until the present one ends."""
         self._has(None)
 
-    def steps(self, total: object, keys: object) -> Iterator[int]:
+    def steps(self, total: object, keys: object, *, restored: bool = False) -> Iterator[int]:
         """The steps of a loop, see `kvd.KVStore.steps`. In each of them the program has the state after all steps
         before. One that counts already is not given.
 
         Args:
             keys: those that each step pushes; all of them are known.
+            restored: the program has loaded the state after the steps of the snapshot that the store was restored from.
 
         Raises:
             NotAllowed: wrong arguments; or there is no holder.
         """
         if self._holder is None or keys is None:
             raise NotAllowed("a loop that passes states on needs a state, and the keys that each step pushes")
+        if restored and self._made is None and self._goes_on_at is None:
+            self._goes_on_at = self._steps.restored_steps or None
         return self._iterate(Steps(StepIteration(self._steps, total, keys, shared=False, restored=True)))
 
     def _iterate(self, iteration: Steps) -> Iterator[int]:
@@ -150,8 +153,20 @@ class Healing:
 
     def _take(self, made: int) -> None:
         self._has(None)
-        if self._passing is not None:
-            self._passing.take(made)
+        try:
+            if self._passing is not None:
+                self._passing.take(made)
+            elif made:
+                raise StateLost(f"a store without a cluster has no other worker with the state after {made} steps")
+        except StateLost as lost:
+            if made != self._steps.restored_steps:
+                raise
+            raise StateLost(
+                "the job was restored from a snapshot, which has what the servers keep, and not the weights and "
+                "optimizer states that the workers keep: load those of the same step from a checkpoint of your own in "
+                "all workers, and say so with steps(total, restored=True)",
+                steps=made,
+            ) from lost
         self._has(made)
 
     def _has(self, made: int | None) -> None:
