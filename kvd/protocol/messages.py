@@ -1222,6 +1222,7 @@ class Gone(Enum):
     FIRST = 1  # nobody has made a step, and the state that the receiver has begun with is everyone's
     LOST = 2  # no worker that lives has it
     OVER = 3  # the same, and all others have left in good order
+    PASSED = 4  # the rounds went on without the receiver meanwhile, and its next step needs another one
 
 
 @_message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -185,7 +186,7 @@ def test_another_model_gets_an_error_and_the_others_wait_for_the_right_one() -> 
         assert stays.result(60) == [0, 1, 2, 3]
         assert (given.values[0], right.values[0], right.values[-1]) == (7.0 + 4 * 3.0, 7.0 + 4 * 3.0, 7.0)
         with pytest.raises(NotAllowed, match="passes on the state of one optimizer"):
-            healing_of(zero).hold(given)
+            healing_of(zero).hold(Number(0.0))
 
 
 def test_a_state_is_given_in_any_wait() -> None:
@@ -240,3 +241,76 @@ def test_a_store_without_a_cluster_makes_the_same_steps() -> None:
     kv = kvd.create("local")
     assert list(trains(kv, state)) == [0, 1, 2, 3]
     assert state.values[0] == 5.0
+
+
+def test_what_a_restarted_worker_could_not_repeat_is_refused() -> None:
+    with LocalCluster(1, 1, **SETTINGS) as cluster:
+        kv = cluster.store()
+        kv.init(["w", "metric"], [np.zeros(1)] * 2)
+        healing = healing_of(kv)
+        healing.hold(Number(0.0))
+        for _ in healing.steps(2, ["w"]):
+            kv.barrier("before")
+            kv.broadcast("metric", np.zeros(1))
+            kv.pushpull("w", np.zeros(1))
+            healing.updating()
+            for call in (lambda: kv.barrier("after"), lambda: kv.broadcast("metric", np.zeros(1))):
+                with pytest.raises(NotAllowed, match=r"within a step comes before backward"):
+                    call()
+            with pytest.raises(NotAllowed, match="'metric' is not one of the keys of this loop"):
+                kv.push("metric", np.zeros(1))
+        kv.barrier("between")
+        with pytest.raises(NotAllowed, match="needs a state, and the keys"):
+            healing.steps(2, None)
+
+
+def test_a_worker_that_joins_gets_the_state_of_the_step_that_it_comes_into() -> None:
+    joined = threading.Event()
+
+    def makes(kv: kvd.KVStore, state: Number) -> list[int]:
+        steps = []
+        for step in trains(kv, state, 1500):
+            steps.append(step)
+            joined.wait(0.0 if kv.rank else 0.005)
+        return steps
+
+    settings = {**SETTINGS, "max_workers": 2, "merge": "mean"}
+    with LocalCluster(1, 1, **settings) as cluster, ThreadPoolExecutor(2) as pool:
+        states = [Number(3.0), Number(0.0)]
+        first = pool.submit(makes, cluster.store(node_id="first"), states[0])
+        second = cluster.store(node_id="second")
+        late = pool.submit(makes, second, states[1])
+        wait_until(lambda: states[1].givers, "the second worker has the state")
+        joined.set()
+        steps = late.result(120)
+        assert first.result(60) == list(range(1500))
+        assert steps == list(range(steps[0], 1500))
+        alone = steps[0]
+        assert alone > 0
+        assert {state.values[0] for state in states} == {3.0 + alone * 1.0 + (1500 - alone) * 1.5}
+        assert states[1].givers == ["worker 0"]
+
+
+def test_a_late_worker_that_comes_back_has_no_stale_state() -> None:
+    slept = threading.Event()
+
+    def makes(kv: kvd.KVStore, state: Number) -> list[int]:
+        steps = []
+        for step in trains(kv, state, 60):
+            steps.append(step)
+            if kv.rank == 2 and step == 5:
+                time.sleep(3.0)
+                slept.set()
+            elif step > 5 and not slept.is_set():
+                time.sleep(0.1)
+        return steps
+
+    settings = {**SETTINGS, "quorum": 2, "quorum_grace_s": 0.5, "merge": "mean"}
+    with LocalCluster(3, 1, **settings) as cluster, ThreadPoolExecutor(3) as pool:
+        stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(3)])
+        states = [Number(float(number)) for number in range(3)]
+        made = list(pool.map(makes, stores, states))
+        assert made[0] == made[1] == list(range(60))
+        assert len(made[2]) < 60
+        assert len({state.values[0] for state in states}) == 1
+        assert len(states[2].givers) >= 2

@@ -262,3 +262,17 @@ def test_parts_count_against_the_memory_of_the_server() -> None:
 def test_states_are_passed_on_in_synchronous_stores_only() -> None:
     harness = Harness(cluster(mode="async"))
     assert one(told(harness.say(0, WantState(30, 0)))).error is ErrorCode.NOT_ALLOWED
+
+
+def test_a_worker_without_which_the_rounds_go_on_finds_out_where_they_are() -> None:
+    harness = Passing()
+    harness.look(member("worker", 2, "back"))
+    assert one(told(harness.want(2, 4))).why is Gone.PASSED
+    harness.offer(0, 4)
+    assert isinstance(one(told(harness.want(2, 4))), GiveState)  # at the end of its loop somebody may still have it
+    harness.fetch(2, 0, 0)
+    harness.look(member("worker", 2))
+    harness.offer(0, NO_STATE)
+    harness.want(2, 5)
+    effects = harness.look(member("worker", 2, "back"))
+    assert [message.why for message in told(effects, peer(2))] == [Gone.PASSED]

@@ -7,12 +7,16 @@ process lacks the state, and takes it from a worker that has it, before the prog
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
 from kvd.client.calls.program_steps import ProgramSteps, StepIteration, Steps
 from kvd.client.calls.promise import Promise
 from kvd.errors import NotAllowed, StateLost
+
+LAST_STATE_S = 30.0  # how long a worker that was late waits for the others to make the last step of a loop
+LOOK_S = 0.2
 
 
 class StateHolder(Protocol):
@@ -55,8 +59,9 @@ class StatePassing(Protocol):
     def has(self, made: int | None) -> None:
         """The state is that after so many steps, until the next call; None: it is that of no step."""
 
-    def take(self, made: int) -> None:
-        """Gets the state after so many steps from another worker.
+    def take(self, made: int) -> bool:
+        """Gets the state after so many steps from another worker. False: the rounds went on without this one meanwhile,
+        and nobody offers that state.
 
         Raises:
             StateLost: no living worker has it.
@@ -95,7 +100,11 @@ class Healing:
 
     def updating(self) -> None:
         """The state is about to change, and is that of no step until the present one ends."""
+        if self._holder is None:
+            return
         self._has(None)
+        if self._steps.is_in_step:
+            self._steps.updating()
 
     def steps(self, total: object, keys: object, *, restored: bool = False) -> Iterator[int]:
         """The steps of a loop, see `kvd.KVStore.steps`. In each of them the program has the state after all steps
@@ -140,7 +149,9 @@ class Healing:
             self._has(number)
             return True
         counts = self._steps.counts_whole
-        self._take(number + 1 if counts else number)
+        if not self._take(number + 1 if counts else number):
+            self._steps.leave_out()  # the next step is one in which the others wait for this worker
+            return False
         if counts and self._passing is not None:
             self._passing.pass_over().result()
             self._steps.pass_over()
@@ -148,14 +159,24 @@ class Healing:
 
     def _come_to_end(self, number: int) -> None:
         """The loop is over. A predecessor that came further needs another state than the one here."""
-        if self._made != number and not self._steps.is_past:
-            self._take(number)
+        if self._made == number or self._steps.is_past:
+            return
+        until = time.monotonic() + LAST_STATE_S
+        while not self._take(number):
+            if time.monotonic() > until:
+                raise StateLost(
+                    f"the others went on without this worker, and are past the end of this loop: no worker has the "
+                    f"state after its {number} steps any more",
+                    steps=number,
+                )
+            time.sleep(LOOK_S)
 
-    def _take(self, made: int) -> None:
+    def _take(self, made: int) -> bool:
         self._has(None)
         try:
             if self._passing is not None:
-                self._passing.take(made)
+                if not self._passing.take(made):
+                    return False
             elif made:
                 raise StateLost(f"a store without a cluster has no other worker with the state after {made} steps")
         except StateLost as lost:
@@ -168,6 +189,7 @@ class Healing:
                 steps=made,
             ) from lost
         self._has(made)
+        return True
 
     def _has(self, made: int | None) -> None:
         self._made = made

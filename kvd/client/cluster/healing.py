@@ -226,16 +226,19 @@ class ClusterStates:
 
     # ── of others ──
 
-    def take(self, made: int) -> None:
+    def take(self, made: int) -> bool:
         assert self._holder is not None
         writer = _Writer(self._holder)
         gone: StateGone | None = carry_out(self._engine, take(made, self._home, writer.begin, writer.write))
+        if gone is not None and gone.why is Gone.PASSED:
+            return False
         if gone is None:
             writer.end()
         elif gone.why is Gone.FIRST and not writer.has_written:
             self._give_first(gone.others)
         else:
             raise _lost(made, gone.why)
+        return True
 
     def _give_first(self, others: int) -> None:
         """Nobody has made a step: the state with which this worker has begun is everyone's."""

@@ -6,9 +6,11 @@ of the first partition pairs them: it takes the parts of the state from one, and
 
 1. A state is only given to workers that want the state after the same number of steps.
 2. There is one transfer at a time. All who want this state when it begins take it. Of its parts few are here at once.
-3. If every living worker lacks a state, nobody can have it: those who want one are told. Before the first step, that of
+3. A worker that the rounds went on without, and that wants a state which nobody offers, is told to find out where they
+   are: no worker may have that state any more.
+4. If every living worker lacks a state, nobody can have it: those who want one are told. Before the first step, that of
    worker 0 counts. A worker that has said nothing yet may have a state.
-4. Of each worker the newest request counts: a late copy of an offer that was withdrawn pairs nobody.
+5. Of each worker the newest request counts: a late copy of an offer that was withdrawn pairs nobody.
 
 Nothing of this is recorded. Another leader begins with nothing: requests that wait follow their partition
 (`kvd.core.worker.moves`), and a transfer that was under way begins again.
@@ -271,6 +273,10 @@ class Healing:
             if donors:
                 self._begin(min(donors), [rank for rank, want in wants.items() if want.made == made])
                 return
+        for rank in self._view.ranks_apart():
+            want = wants.pop(rank, None)
+            if want is not None:
+                self._answer_want(rank, StateGone(want.request, Gone.PASSED))
         self._say_gone(wants)
 
     def _may_give(self, rank: int, offer: _Asked, made: int) -> bool:

@@ -215,6 +215,10 @@ class StepLoops:
             raise NotAllowed("only a step whose pushes count already, and that has pushed nothing, is passed over")
         self._pushed = set(self._listed or ())
 
+    def leave_out(self) -> None:
+        """The others make the present step without this worker, which has not pushed anything in it."""
+        self._pushed = set(self._listed or ())
+
     def leave(self) -> None:
         """The present step, if there is one, is done.
 
