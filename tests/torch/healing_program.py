@@ -1,4 +1,5 @@
-"""A job that loses workers: `healing_program TOTAL FOLDER [DEATHS…]`, each death "RANK:STEP:MOMENT", once.
+"""A job that loses workers: `healing_program TOTAL FOLDER [DEATHS…]`, each death "RANK:STEP:MOMENT", once; or
+`healing_program TOTAL FOLDER random SEED`.
 
 The process forks its workers, which saves them the import of torch, and starts those again that have killed themselves.
 Each worker leaves a digest of its training in the folder.
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import random
 import signal
 import sys
 import time
@@ -24,6 +27,8 @@ import kvd.torch as kt
 
 WORKERS = 3
 RESTART_AFTER_S = 0.05
+AT_RANDOM = "random"  # in place of deaths, with a seed: a worker, or two, are killed again and again
+KILL_EVERY_S = (0.3, 2.5)
 
 
 def make_model() -> Any:
@@ -67,6 +72,7 @@ def digest_of(things: Any) -> str:
 
 def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None:
     torch.set_num_threads(1)
+    pace_s = 0.02 if total > 100 else 0.0
     kv = kvd.create("dist_sync", node_id=f"worker-{number}", preferred_rank=number)
     at = ""
 
@@ -78,7 +84,7 @@ def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None
                 time.sleep(pause_s)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.manual_seed(100 * number + len(list(folder.iterdir())))  # each life begins with other weights
+    torch.manual_seed(os.getpid())  # each life begins with other weights
     model = make_model()
     if number == 0:
         torch.manual_seed(7)
@@ -114,6 +120,8 @@ def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None
     for step in optimizer.steps(total, seed=3):
         at = str(step)
         made.append(step)
+        (folder / f"holds-{os.getpid()}").touch()
+        time.sleep(pace_s)
         x, y = batch(step, number)
         come_to("before")
         optimizer.zero_grad()
@@ -130,6 +138,7 @@ def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None
         schedule.step()
         average["loss"] = 0.9 * average["loss"] + 0.1 * model[0].weight.detach().mean()
         come_to("updated")
+    (folder / f"holds-{os.getpid()}").unlink(missing_ok=True)
     at = str(total)
     come_to("end")
     kept = [schedule.state_dict(), scaler.state_dict(), average["loss"]]
@@ -163,11 +172,23 @@ def start(number: int, total: int, folder: Path, deaths: list[list[str]]) -> int
 def main() -> None:
     total, folder = int(sys.argv[1]), Path(sys.argv[2])
     deaths = [death.split(":") for death in sys.argv[3:]]
+    chance = random.Random(int(sys.argv[4])) if deaths and deaths[0] == [AT_RANDOM] else None
+    deaths = deaths if chance is None else []
     running = {start(number, total, folder, deaths): number for number in range(WORKERS)}
     failed = False
+    kill_at = math.inf if chance is None else time.monotonic() + 2.0
     try:
         while running:
-            pid, status = os.wait()
+            pid, status = os.waitpid(-1, 0 if chance is None else os.WNOHANG)
+            if not pid:
+                holders = [each for each, number in running.items() if (folder / f"holds-{each}").exists()]
+                if chance is not None and time.monotonic() > kill_at and len(running) == len(holders) == WORKERS:
+                    for victim in chance.sample(holders, 1 + (chance.random() < 0.2)):
+                        os.kill(victim, signal.SIGKILL)
+                        (folder / f"killed-{victim}").touch()
+                    kill_at = time.monotonic() + chance.uniform(*KILL_EVERY_S)
+                time.sleep(0.01)
+                continue
             number = running.pop(pid)
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not failed:
                 time.sleep(RESTART_AFTER_S)

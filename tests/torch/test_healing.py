@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -30,11 +32,11 @@ DEATHS = [
 ]
 
 
-def job(folder: Path, deaths: list[str]) -> list[dict[str, Any]]:
+def job(folder: Path, deaths: Sequence[str], total: int = TOTAL, **settings: Any) -> list[dict[str, Any]]:
     """The results of all workers."""
     folder.mkdir()
-    with LocalCluster(program.WORKERS, 2, processes=True, **SETTINGS) as cluster:
-        process = cluster.script(CODE, 0, str(TOTAL), str(folder), *deaths)
+    with LocalCluster(program.WORKERS, 2, processes=True, **{**SETTINGS, **settings}) as cluster:
+        process = cluster.script(CODE, 0, str(total), str(folder), *deaths)
         try:
             output = process.communicate(timeout=TIMEOUT_S)[0].decode()
         finally:
@@ -85,3 +87,17 @@ def test_each_moment_of_death(tmp_path: Path) -> None:
     assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * program.WORKERS
     assert len(list((tmp_path / "disturbed").glob("died-*"))) == len(DEATHS)
     assert results[0]["scale"] != 65536.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_workers_are_killed_at_random(tmp_path: Path, seed: int, replicas: int) -> None:
+    """One holder of the state is left each time."""
+    total = 300
+    undisturbed = job(tmp_path / "undisturbed", [], total, replicas=replicas)
+    folder = tmp_path / "disturbed"
+    results = job(folder, [program.AT_RANDOM, str(seed)], total, replicas=replicas)
+    assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * program.WORKERS
+    assert list(folder.glob("killed-*"))
