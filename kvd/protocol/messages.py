@@ -1219,7 +1219,7 @@ class Gone(Enum):
     """Why a worker does not get a state, or gives it no more."""
 
     AGAIN = 0  # the transfer is over, or was never known here: ask again
-    FIRST = 1  # nobody has made a step, and the state that the receiver has begun with is everyone's
+    FIRST = 1  # no round counts yet, and the state that the receiver has begun with is everyone's
     LOST = 2  # no worker that lives has it
     OVER = 3  # the same, and all others have left in good order
     PASSED = 4  # the rounds went on without the receiver meanwhile, and its next step needs another one
@@ -1250,11 +1250,13 @@ class GiveState:
 @_message
 class WantState:
     """My program needs the state after `made` steps. To the leader of the first partition, which answers with
-    StateGiven when another worker gives it, or with StateGone."""
+    StateGiven when another worker gives it, or with StateGone. `has_pushed`: an earlier process of my rank has pushed
+    in a loop over steps, so rounds may count for which gradients of the first state were pushed."""
 
     KIND: ClassVar[int] = 132
     request: Number
     made: Count
+    has_pushed: bool = False
 
 
 @_message

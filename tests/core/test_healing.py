@@ -188,6 +188,23 @@ def test_others_wait_for_the_successor_of_worker_0_before_the_first_step() -> No
     assert one(told(harness.want(0, 0, life=1))).why is Gone.FIRST
 
 
+def test_the_first_state_is_lost_once_rounds_may_count_that_were_pushed_for_it() -> None:
+    harness = Passing()
+    for rank in (0, 1):
+        assert told(harness.say(rank, WantState(harness.request(), 0, True))) == []
+    effects = harness.look(member("worker", 2, "dead"))
+    assert told(effects) == []  # its successor may say that its rank has never pushed
+    harness.look(member("worker", 2, life=1))
+    harness.attach(2, life=1)
+    answers = told(harness.say(2, WantState(harness.request(), 0, True), life=1))
+    assert [message.why for message in answers] == [Gone.LOST] * 3
+
+    harness = Passing()
+    harness.say(0, WantState(harness.request(), 0, True))
+    harness.say(1, WantState(harness.request(), 0, True))
+    assert one(told(harness.want(2, 0))).why is Gone.FIRST
+
+
 def test_worker_0_takes_the_state_that_others_have_already() -> None:
     harness = Passing()
     harness.offer(1, 0)

@@ -229,7 +229,8 @@ class ClusterStates:
     def take(self, made: int) -> bool:
         assert self._holder is not None
         writer = _Writer(self._holder)
-        gone: StateGone | None = carry_out(self._engine, take(made, self._home, writer.begin, writer.write))
+        script = take(made, self._home, writer.begin, writer.write, has_pushed=self._engine.machine.has_pushed_in_loops)
+        gone: StateGone | None = carry_out(self._engine, script)
         if gone is not None and gone.why is Gone.PASSED:
             return False
         if gone is None:

@@ -8,8 +8,8 @@ of the first partition pairs them: it takes the parts of the state from one, and
 2. There is one transfer at a time. All who want this state when it begins take it. Of its parts few are here at once.
 3. A worker that the rounds went on without, and that wants a state which nobody offers, is told to find out where they
    are: no worker may have that state any more.
-4. If every living worker lacks a state, nobody can have it: those who want one are told. Before the first step, that of
-   worker 0 counts. A worker that has said nothing yet may have a state.
+4. If every living worker lacks a state, nobody can have it: those who want one are told. Before the first round
+   counts, that of worker 0 does. A worker that has said nothing yet may have a state.
 5. Of each worker the newest request counts: a late copy of an offer that was withdrawn pairs nobody.
 
 Nothing of this is recorded. Another leader begins with nothing: requests that wait follow their partition
@@ -62,6 +62,7 @@ class _Asked:
     peer: Peer
     request: int
     made: int
+    has_pushed: bool = False  # see WantState
 
     def is_of(self, event: Received, request: int) -> bool:
         return (self.sender, self.request) == (event.sender, request)
@@ -188,7 +189,7 @@ class Healing:
             return
         self._let_go(rank)
         self._lost.pop(rank, None)
-        self._wants[rank] = _Asked(event.sender, event.peer, message.request, message.made)
+        self._wants[rank] = _Asked(event.sender, event.peer, message.request, message.made, message.has_pushed)
         self._look()
 
     def _rank_of(self, event: Received, request: int) -> int | None:
@@ -308,17 +309,27 @@ class Healing:
         others = [who for who in self._view.members.values() if who.role == "worker" and who.rank not in lacking]
         if self._may_have_one(others):
             return
-        first = self._view.worker(0)
-        may_begin = 0 in wants or first is None or first.state in MAY_COME
         is_over = bool(others) and all(who.state is MemberState.LEFT for who in others)
         for rank, want in wants.items():
-            if want.made == 0 and may_begin:
-                if rank == 0:
+            if want.made == 0 and self._may_begin(wants):
+                if rank == 0 and self._counts_nothing(wants):
                     waiting = sum(other.made == 0 for other in wants.values()) - 1
                     self._answer_want(rank, StateGone(want.request, Gone.FIRST, waiting))
             else:
                 self._lost[rank] = want.sender
                 self._answer_want(rank, StateGone(want.request, Gone.OVER if is_over else Gone.LOST))
+
+    def _may_begin(self, wants: dict[int, _Asked]) -> bool:
+        """Whether the first state of worker 0 is, or may be, that of all."""
+        first = self._view.worker(0)
+        if 0 not in wants and first is not None and first.state not in MAY_COME:
+            return False
+        return self._counts_nothing(wants) or any(rank not in wants for rank in self._view.required_ranks())
+
+    @staticmethod
+    def _counts_nothing(wants: dict[int, _Asked]) -> bool:
+        """Whether no round counts, for certain: one of the ranks that it would take has never pushed."""
+        return any(not want.has_pushed for want in wants.values())
 
     @staticmethod
     def _may_have_one(others: list[Member]) -> bool:

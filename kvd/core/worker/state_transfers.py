@@ -88,16 +88,25 @@ def give(told: GiveState, home: int, size: tuple[int, int], read: Callable[[int]
         yield from taken()
 
 
-def take(made: int, home: int, begin: Callable[[StateGiven], None], write: Callable[[StatePart, Any], None]) -> Script:
+def take(
+    made: int,
+    home: int,
+    begin: Callable[[StateGiven], None],
+    write: Callable[[StatePart, Any], None],
+    *,
+    has_pushed: bool,
+) -> Script:
     """Gets the state after so many steps, and returns None; or why nobody gives it.
 
     Args:
         home: the first partition.
+        has_pushed: see `kvd.protocol.messages.WantState`.
         begin: a transfer begins; those before it have ended before they were complete.
         write: takes the parts in their order, with their bytes.
     """
     while True:
-        ((answer, _, _),) = yield Await((yield Begin(Control((WantState(0, made),), partitions=(home,)))))
+        wish = Control((WantState(0, made, has_pushed),), partitions=(home,))
+        ((answer, _, _),) = yield Await((yield Begin(wish)))
         if isinstance(answer, StateGone) and answer.why is not Gone.AGAIN:
             return answer
         if isinstance(answer, StateGiven):

@@ -250,10 +250,13 @@ class HealedTraining:
         home = me.machine.view.first_partition
         while True:
             try:
-                gone = yield from carried_out(take(made, home, begin, write))
+                has_pushed = me.machine.has_pushed_in_loops
+                gone = yield from carried_out(take(made, home, begin, write, has_pushed=has_pushed))
                 break
             except NodeLost:
                 yield Sleep(RETRY_S)
+        if gone is not None and is_ghost(me):
+            return False  # another process has its place, and an answer of before has come late
         if gone is not None:
             self.check_nobody_has_it(me, made, gone.why)
             if gone.why is not Gone.FIRST or offset:
@@ -269,8 +272,8 @@ class HealedTraining:
 
     def check_state(self, me: Me, memory: Memory, what: str) -> None:
         """The state of a process is that after the steps that it says."""
-        if me.world.processes[me.process.name] is not me.process:
-            return  # a ghost: it may be of a time before a worker began anew
+        if is_ghost(me):
+            return  # it may be of a time before a worker began anew
         if memory.made is None or not np.array_equal(memory.values, self.truth(memory.made)):
             me.world.fail(f"{me.process.name} {what} a state that is not that after {memory.made} steps")
 
@@ -291,6 +294,11 @@ class HealedTraining:
             memory = self._memories.get(process)
             if memory is not None and memory.made is not None and memory.made != self.steps:
                 world.fail(f"{name} ends after {memory.made} steps of {self.steps}")
+
+
+def is_ghost(me: Me) -> bool:
+    """Whether another process has the place of this one."""
+    return me.world.processes[me.process.name] is not me.process
 
 
 def is_gone(view: ViewState, machine: WorkerMachine) -> bool:
