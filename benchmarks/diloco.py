@@ -2,10 +2,10 @@
 
 Four workers train the transformer of ``examples/gpt.py`` twice, with the same batches per step and worker. The
 synchronous training merges the gradients of each step and updates with AdamW in the workers, as DDP does. With DiLoCo
-(`kvd.torch.LocalSGD`) each worker trains alone with AdamW, and all exchange their weights once in ``--every`` steps.
-The rate of both falls to a tenth over their own number of steps. All values travel over TCP. The bytes are those that
-the kernel has carried on all connections of worker 0, both ways. The losses are those of a fixed part of the text that
-no worker trains with; they are the same in every run.
+(`kvd.torch.LocalSGD`) each worker trains alone with AdamW, and all exchange their weights once in ``--every`` steps; a
+third training also compresses the differences that workers send to 8 bits. All have the same constant rate. All values
+travel over TCP. The bytes are those that the kernel has carried on all connections of worker 0, both ways. The losses
+are those of a fixed part of the text that no worker trains with; they are the same in every run.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvd_cli.bench_svg import Series, chart, decades, linear
 
 SYNCHRONOUS: Final = "synchronous"
 DILOCO: Final = "DiLoCo"
+COMPRESSED: Final = "DiLoCo int8"
 EVALUATED: Final = 256  # pieces of text
 HEADINGS: Final = ("training", "steps", "loss", "MB of worker 0", "of the synchronous")
 WORKER: Final = "import sys; from benchmarks import diloco; diloco.work(sys.argv[1])"
@@ -44,7 +45,7 @@ class Work:
     """What is trained, and how.
 
     Attributes:
-        kind: `SYNCHRONOUS` or `DILOCO`.
+        kind: `SYNCHRONOUS`, `DILOCO` or `COMPRESSED`.
         steps: of each worker.
         every: steps between two exchanges, and between two points of the curve.
         batch: pieces of text for each step and worker.
@@ -53,6 +54,8 @@ class Work:
     kind: str
     steps: int
     every: int
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
     rate: float = 3e-3
     batch: int = 8
     context: int = 48
@@ -89,7 +92,7 @@ class Training:
         """Set the gradients of one step, and its learning rate."""
         work = self._work
         for group in self.optimizer.param_groups:
-            group["lr"] = gpt.rate_at(step, work.steps, work.rate)
+            group["lr"] = work.rate * min(1.0, (step + 1) / gpt.WARM_UP)
         self.optimizer.zero_grad()
         pieces = gpt.batch_of(self._text, work.batch, work.context, work.seed, step, self._kv.rank)
         gpt.loss_of(self.model, pieces).backward()  # type: ignore[no-untyped-call]
@@ -131,9 +134,11 @@ def _train_apart(kv: kvd.KVStore, training: Training, work: Work) -> None:
         training.optimizer,
         training.model.named_parameters(),
         every=work.every,
-        outer=kvd.optimizer.SGD(0.7, momentum=0.9, nesterov=True),
+        outer=kvd.optimizer.SGD(work.outer_rate, momentum=work.outer_momentum, nesterov=work.outer_momentum > 0),
         store=kv,
     )
+    if work.kind == COMPRESSED:
+        kv.set_gradient_compression({"type": "int8", "min_bytes": 0})
     for step in training.optimizer.steps(work.steps):
         training.backward(step)
         training.optimizer.step()
@@ -164,12 +169,14 @@ def first_to_reach(curve: Sequence[Point], loss: float) -> Point | None:
 
 
 def lines(curves: dict[str, list[Point]]) -> list[tuple[str, ...]]:
-    """Return the cells of the table: the synchronous training, and DiLoCo where it first has its loss."""
+    """Return the cells of the table: the synchronous training, and each other one where it first has its loss."""
     last = curves[SYNCHRONOUS][-1]
-    found = first_to_reach(curves[DILOCO], last.loss)
-    rows = [(SYNCHRONOUS, last, "1")]
-    rows += [(DILOCO, found, f"{found.nbytes / last.nbytes:.4f}")] if found else [(DILOCO, curves[DILOCO][-1], "never")]
-    return [(name, str(it.step), f"{it.loss:.4f}", f"{it.nbytes / 1e6:.2f}", ratio) for name, it, ratio in rows]
+    rows: list[tuple[str, ...]] = []
+    for name, curve in curves.items():
+        found = last if name == SYNCHRONOUS else first_to_reach(curve, last.loss)
+        shown, ratio = (curve[-1], "never") if found is None else (found, f"{found.nbytes / last.nbytes:.4f}")
+        rows.append((name, str(shown.step), f"{shown.loss:.4f}", f"{shown.nbytes / 1e6:.2f}", ratio))
+    return rows
 
 
 def picture(curves: dict[str, list[Point]]) -> str:
@@ -177,7 +184,7 @@ def picture(curves: dict[str, list[Point]]) -> str:
     points = [point for curve in curves.values() for point in curve]
     megabytes = [point.nbytes / 1e6 for point in points]
     series = [
-        Series(name, tuple((point.nbytes / 1e6, point.loss) for point in curve), marked=name == DILOCO)
+        Series(name, tuple((point.nbytes / 1e6, point.loss) for point in curve), marked=name != SYNCHRONOUS)
         for name, curve in curves.items()
     ]
     x = decades("MB carried by the connections of worker 0", min(megabytes), max(megabytes))
@@ -192,27 +199,30 @@ def table_of(curves: dict[str, list[Point]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train both ways, print the table, and write the curves. Ends with 1 if DiLoCo never reaches the loss."""
+    """Train in each way, print the table, and write the curves. Ends with 1 if DiLoCo never reaches the loss."""
     parser = argparse.ArgumentParser("python -m benchmarks.diloco", description=__doc__)
     parser.add_argument("--workers", type=positive(int), default=4)
-    parser.add_argument("--steps", type=positive(int), default=800, help="of the synchronous training")
-    parser.add_argument("--diloco-steps", type=positive(int), default=1000)
+    parser.add_argument("--steps", type=positive(int), default=600, help="of the synchronous training")
+    parser.add_argument("--diloco-steps", type=positive(int), default=1200)
     parser.add_argument("--every", type=positive(int), default=50, help="steps between two exchanges of DiLoCo")
+    parser.add_argument("--outer-rate", type=positive(float), default=Work.outer_rate)
+    parser.add_argument("--outer-momentum", type=float, default=Work.outer_momentum)
     parser.add_argument("--svg", type=new_file, metavar="OUT.svg", help="draw the losses over the bytes")
     parser.add_argument("--csv", type=new_file, metavar="OUT.csv", help="write the curves")
     given = parser.parse_args(arguments)
     warning = machine.load_warning()
     if warning:
         print(warning, file=sys.stderr)
-    curves = {
-        kind: train(Work(kind, steps, given.every), given.workers)
-        for kind, steps in ((SYNCHRONOUS, given.steps), (DILOCO, given.diloco_steps))
-    }
+    curves = {}
+    for kind in (SYNCHRONOUS, DILOCO, COMPRESSED):
+        steps = given.steps if kind == SYNCHRONOUS else given.diloco_steps
+        curves[kind] = train(Work(kind, steps, given.every, given.outer_rate, given.outer_momentum), given.workers)
     print_table(Console(), HEADINGS, lines(curves))
     for path, text in ((given.svg, picture), (given.csv, table_of)):
         if path is not None:
             Path(path).write_text(text(curves), encoding="utf-8")
-    return 0 if first_to_reach(curves[DILOCO], curves[SYNCHRONOUS][-1].loss) else 1
+    loss = curves[SYNCHRONOUS][-1].loss
+    return 0 if first_to_reach(curves[DILOCO], loss) and first_to_reach(curves[COMPRESSED], loss) else 1
 
 
 if __name__ == "__main__":

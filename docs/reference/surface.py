@@ -25,6 +25,10 @@ MODULES = (
     "kvd.errors",
     "kvd.parallel",
     "kvd.torch",
+    "kvd.jax",
+    "kvd.compat.horovod.torch",
+    "kvd.compat.byteps.torch",
+    "kvd.compat.mx",
 )
 """The documented modules; what they export is public."""
 

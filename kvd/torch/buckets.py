@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvd.client.calls.backend import Backend
+from kvd.client.calls.bound_arrays import BoundList
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import key_list
 from kvd.client.calls.values import Array
@@ -33,15 +34,16 @@ class Slot:
         number: its place among all parameters of the optimizer.
         bucket: that it is in.
         dtype, shape: of the parameter, when it was wrapped.
-        is_ready: whether its gradient of this pass is in memory that is sent.
+        is_ready: whether its gradient of this pass is complete.
+        gradient: that gradient, until its bucket is sent; None counts as zeros.
         is_used: whether it had a gradient in this pass.
     """
 
     __slots__ = (
         "_address_type",
-        "_gradient",
         "bucket",
         "dtype",
+        "gradient",
         "is_ready",
         "is_used",
         "name",
@@ -59,22 +61,8 @@ class Slot:
         self.dtype, self.shape = parameter.dtype, parameter.shape
         self.bucket: Bucket
         self.is_ready = self.is_used = False
+        self.gradient: torch.Tensor | None = None
         self._address_type: Any = ctypes.c_ubyte * self.nbytes
-        self._gradient: torch.Tensor | None = None
-
-    def bind(self, gradient: Array) -> None:
-        """Send gradients from this memory, of the parameter's shape and dtype."""
-        self._gradient = as_tensor(gradient, _HOST)
-
-    def stage(self, gradient: torch.Tensor | None) -> None:
-        """Copy the gradient of this pass to where it is sent from; None counts as zeros."""
-        assert self._gradient is not None
-        if gradient is None:
-            self._gradient.zero_()
-        else:
-            self._gradient.copy_(gradient.detach() if gradient.requires_grad else gradient)
-        self.is_used = gradient is not None
-        self.is_ready = True
 
     def memory_of(self, tensor: torch.Tensor) -> Array | None:
         """Return the bytes of a tensor like the parameter, as uint8; None if they lie elsewhere or in another order.
@@ -97,7 +85,7 @@ class Bucket:
         also: a further key of the call, of int32; None: there is none.
 
     Attributes:
-        missing: how many gradients of this pass are yet to be staged, and what else is to be there before the call.
+        missing: how many gradients of this pass are not complete, and what else is to be there before the call.
         also_sent, also_received: what the further key sends, and what has come of it.
     """
 
@@ -114,18 +102,19 @@ class Bucket:
         self._keys = key_list(self.names)
         self._priority = priority
         self._handle: Handle | None = None
-        self._gradients: Sequence[Array] = ()
+        self._bound: BoundList | None = None
+        self._sent: list[torch.Tensor] = []  # the memory that gradients are sent from
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot in slots:
             slot.bucket = self
 
     def bind(self, backend: Backend) -> None:
         """Give the slots memory for their gradients. The keys exist."""
-        self._gradients = backend.binding.gradients(self._keys).wait()
-        for slot, gradient in zip(self.slots, self._gradients, strict=False):
-            slot.bind(gradient)
+        bound: BoundList = backend.binding.gradients(self._keys).wait()
+        self._sent = [as_tensor(gradient, _HOST) for gradient, _ in zip(bound.gradients, self.slots, strict=False)]
         if self.also_received is not None:
-            self.also_sent = self._gradients[-1]
+            self.also_sent = bound.gradients[-1]
+        self._bound = bound
 
     def restart(self) -> None:
         """Begin a pass: no gradient is ready."""
@@ -146,7 +135,24 @@ class Bucket:
                 arrays.append(self.also_received.view(np.uint8))
             return arrays
 
-        self._handle = backend.values.pushpull_bound(self._keys, self._gradients, targets, self._priority)
+        self._stage()
+        assert self._bound is not None
+        self._handle = backend.values.pushpull_bound(self._bound, targets, self._priority)
+
+    def _stage(self) -> None:
+        """Copy the gradients to where they are sent from."""
+        staged, gradients = self._sent, []
+        for slot, sent in zip(self.slots, staged, strict=True):
+            if slot.gradient is None:
+                sent.zero_()
+            else:
+                gradients.append(slot.gradient)
+                slot.gradient = None
+        if len(gradients) < len(staged):
+            staged = [sent for slot, sent in zip(self.slots, staged, strict=True) if slot.is_used]
+        if gradients:
+            with torch.no_grad():
+                torch._foreach_copy_(staged, gradients)
 
     def receive(self) -> None:
         """Wait for the values, which are at their destinations then.

@@ -47,7 +47,7 @@ class BufferMeans:
     def send(self) -> None:
         """Send the buffers as they are now."""
         for slot in self._slots:
-            slot.stage(slot.parameter)
+            slot.gradient = slot.parameter.detach()
         self.bucket.send(backend_of(self._store), lambda slot: slot.parameter)
 
 

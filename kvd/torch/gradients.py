@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -27,13 +27,20 @@ WRAP_AGAIN = (
 
 _NO_PASS = -1
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 #: What becomes of sparse gradients, as of ``nn.Embedding(sparse=True)``.
 Sparse: TypeAlias = Literal["refuse", "dense"]
 
-_uncompiled: Callable[[Callable[[], None]], Callable[[], None]] = torch._dynamo.disable
 _engine: Any = torch.autograd.Variable._execution_engine
 _current_pass: Callable[[], int] = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def uncompiled(function: F) -> F:
+    """Return the function such that torch.compile calls it as it is, with all that it calls."""
+    made: F = cast(Any, torch._dynamo).disable(function)
+    return made
 
 
 class Phase(Enum):
@@ -53,7 +60,7 @@ class GradientHook:
 
     def __init__(self, passes: GradientPasses, slot: Slot) -> None:
         self.passes = passes
-        self._ready: Callable[[], None] = _uncompiled(partial(passes.ready, slot))
+        self._ready: Callable[[], None] = uncompiled(partial(passes.ready, slot))
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self._ready()
@@ -110,6 +117,7 @@ class GradientPasses:
         self._unready = 0  # gradients
         self._has_sent = False
         self._is_ended = True
+        self._end_pass = uncompiled(self._pass_ended)
         self._hooks = [_register(slot.parameter, GradientHook(self, slot)) for slot in self.slots]
 
     @property
@@ -164,8 +172,8 @@ class GradientPasses:
             number = _current_pass()
             if number != self._pass:
                 self._pass = number
-                _engine.queue_callback(self._pass_ended)
-            self._stage(slot)
+                _engine.queue_callback(self._end_pass)
+            self._take(slot)
 
     def _pass_ended(self) -> None:
         """A pass of autograd has ended: the whole backward, or the part of it that a checkpoint makes again."""
@@ -191,28 +199,33 @@ class GradientPasses:
         self.has_local = self._has_sent = self._is_ended = False
         self.phase = Phase.OPEN
 
-    def _stage(self, slot: Slot) -> None:
-        """Copy the gradient to where it is sent from, and send the bucket if it was the last one."""
+    def _take(self, slot: Slot) -> None:
+        """Take the gradient as it is, and send the bucket if it was the last one there."""
         gradient = slot.parameter.grad
-        if gradient is not None:
+        if gradient is not None and not (
+            gradient.dtype is slot.dtype and gradient.shape == slot.shape and gradient.layout is torch.strided
+        ):
             gradient = self._checked(slot, gradient)
-        slot.stage(gradient)
+        slot.gradient = gradient
+        slot.is_used = gradient is not None
+        slot.is_ready = True
         self._unready -= 1
-        self._count(slot.bucket)
+        bucket = slot.bucket
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._send(bucket)
         if not self._unready:
             last = self._buckets[-1]
             if last.also_sent is not None:
                 last.also_sent[:] = [slot.is_used for slot in self.slots]
-                self._count(last)
+                self._send(last)
             self.phase = Phase.SENT
 
-    def _count(self, bucket: Bucket) -> None:
-        bucket.missing -= 1
-        if not bucket.missing:
-            if not self._has_sent:
-                self._has_sent = True
-                self._on_first()
-            bucket.send(self._backend, self._destination)
+    def _send(self, bucket: Bucket) -> None:
+        if not self._has_sent:
+            self._has_sent = True
+            self._on_first()
+        bucket.send(self._backend, self._destination)
 
     def _fill_up(self) -> None:
         """Backward has ended: what it has not computed is sent as it is, and counts as zeros if there is nothing."""
@@ -222,7 +235,7 @@ class GradientPasses:
             if not slot.parameter.requires_grad:
                 text = f"parameter {slot.name!r} needs no gradients any more, but did when its optimizer was wrapped"
                 raise NotAllowed(f"{text}: {WRAP_AGAIN}", key=slot.name)
-            self._stage(slot)
+            self._take(slot)
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:

@@ -23,6 +23,10 @@ from kvd.torch.wrapping import WrappedOptimizer, parameters_added
 OPTIONS_KEY = "kvd.torch/local_sgd"
 """The key with `every`, the number of fragments, and the delay: workers that join later compare them with their own."""
 
+ROUND_KEY = "kvd.torch/local_sgd_round"
+"""The key that each worker pushes a 1 to when it begins a round. So the servers know in which round it is, although it
+may exchange nothing for long, and a restarted worker begins with that round, not with the one before."""
+
 
 class _Place(Enum):
     """The program's place in a loop over `LocalSGD.steps`."""
@@ -140,12 +144,14 @@ class LocalSGD(WrappedOptimizer):
     new inner optimizer. Lost are the state of its inner optimizer, and what it had trained since the last exchange of
     each fragment: at most `every` inner steps of one worker. The same holds for a worker that joins later, or comes
     back after the others went on without it (`on_worker_loss = "shrink"`, a quorum). Set learning rates by the number
-    of the step, so that they fit there. Buffers, such as running statistics, stay those of each worker.
+    of the step, so that they fit there. Buffers, such as running statistics, stay those of each worker. Rounds are the
+    steps of the store: ``--snapshot-every`` counts them, and `kvd.KVStore.snapshot` is called after the last step of a
+    round.
 
     It is a torch optimizer by `isinstance`, with the parameter groups, state and hooks of the wrapped one, also for
-    schedulers and `GradScaler`. `store.set_gradient_compression` compresses the differences. Keys are the names of the
-    parameters. In `dist_async` every exchange is an update of its own: use `kvd.optimizer.DelayedNesterov`, and pull
-    after a barrier to get equal weights.
+    schedulers and ``GradScaler``. `store.set_gradient_compression` compresses the differences. Keys are the names of
+    the parameters. In `dist_async` every exchange is an update of its own: use `kvd.optimizer.DelayedNesterov`, and
+    pull after a barrier to get equal weights.
 
     Args:
         optimizer: the inner optimizer, with all its parameter groups.
@@ -212,11 +218,13 @@ class LocalSGD(WrappedOptimizer):
         """Make a key for each parameter, if all workers have the same ones, and take the values of worker 0."""
         options = [self.every, len(self._fragments), self._delay]
         shown = "every={}, fragments={}, delay={}".format(*options)
-        check_agreement(backend_of(self._store).rounds, self._store.rank, [shown, *self._parameters.lines()])
+        lines = [shown, f"outer={outer}", *self._parameters.lines()]
+        check_agreement(backend_of(self._store).rounds, self._store.rank, lines)
         try:
             self._store.init(OPTIONS_KEY, np.array(options, np.int64), merge="sum")
         except KeyExists:
             raise NotAllowed("this store has a LocalSGD already: another one needs a job of its own") from None
+        self._store.init(ROUND_KEY, np.zeros(1, np.int64), merge="sum")
         of_job = self._store.pull(OPTIONS_KEY).tolist()
         if of_job != options:
             job = "every={}, fragments={}, delay={}".format(*of_job)
@@ -236,7 +244,7 @@ class LocalSGD(WrappedOptimizer):
 
         A new worker gets ``range(total)``, a restarted one the steps from the beginning of the round in which its
         predecessor died, as `kvd.KVStore.steps` does for rounds. Call `step` once in each inner step; one that
-        `GradScaler` skips counts, too. All workers name the same total. After the loop all have the same weights; a
+        ``GradScaler`` skips counts, too. All workers name the same total. After the loop all have the same weights; a
         loop that is left early keeps local ones, and the next loop begins with those of the last outer step.
 
         Args:
@@ -250,11 +258,13 @@ class LocalSGD(WrappedOptimizer):
 
     def _make_steps(self, total: int) -> Iterator[int]:
         rounds = -(-total // self.every)
+        keys = [ROUND_KEY, *[name for name, _ in self._parameters.trained]]
         expected = None  # the round for which the parameters are right
         try:
-            for number in self._store.steps(rounds, [name for name, _ in self._parameters.trained]):
+            for number in self._store.steps(rounds, keys):
                 if number != expected:
                     self._begin_from_anchors()
+                self._store.push(ROUND_KEY, np.ones(1, np.int64))
                 first, expected = number * self.every, number + 1
                 self._round = _Round(min(self.every, total - first), is_last=expected == rounds)
                 for step in range(first, first + self._round.length):

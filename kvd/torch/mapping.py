@@ -150,9 +150,7 @@ class Hyperparameters:
             return {}
         before, now = self._optimizer, self._mapped()
         self._seen, self._optimizer = seen, now
-        fields = kinds(type(now))
-        changes = {name: value for name in fields if (value := getattr(now, name)) != getattr(before, name)}
-        return {name: dict(value) if isinstance(value, Multipliers) else value for name, value in changes.items()}
+        return changes_between(before, now)
 
     def _read(self) -> list[list[Any]]:
         """The values of all groups, to be compared: a tensor may be changed in place."""
@@ -191,6 +189,13 @@ class Hyperparameters:
                     f"param_groups[{index}] has {argument}={value!r}, and param_groups[0] has {first[argument]!r}: on "
                     f"the servers groups differ in lr and weight_decay only; {REMEDY}"
                 )
+
+
+def changes_between(before: Optimizer, now: Optimizer) -> dict[str, Any]:
+    """Return the fields in which two optimizers of one class differ, as they are now, for ``kv.update_optimizer``."""
+    fields = kinds(type(now))
+    changes = {name: value for name in fields if (value := getattr(now, name)) != getattr(before, name)}
+    return {name: dict(value) if isinstance(value, Multipliers) else value for name, value in changes.items()}
 
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> _Rule:

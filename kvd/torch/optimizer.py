@@ -5,22 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 
-from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.facades.blocking import KVStore, backend_of, create, healing_of
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, divide
 from kvd.torch.buffers import mean_of
-from kvd.torch.gradients import GradientHook, GradientPasses, Sparse
+from kvd.torch.gradients import GradientHook, GradientPasses, Sparse, uncompiled
 from kvd.torch.mapping import Hyperparameters, from_torch
 from kvd.torch.parameters import ModelParameters, Named, check_agreement, parameters_of
 from kvd.torch.servers import ServersMode
 from kvd.torch.state import TrainingState, buffers_of
-from kvd.torch.workers import WorkersMode
+from kvd.torch.workers import WorkersMode, optimizer_error
+from kvd.torch.wrapping import WrappedOptimizer, parameters_added
 
 Where: TypeAlias = Literal["servers", "workers"]
 Op: TypeAlias = Literal["mean", "sum"]
@@ -29,7 +29,7 @@ Buffers: TypeAlias = Literal["local", "mean"]
 _USED = "kvd.torch/used/"  # begins the key that counts how many workers have gradients of each parameter
 
 
-class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """A torch optimizer whose gradients are those of all workers of a job.
 
     It takes the place of the optimizer that it wraps, in the training loop, in learning rate schedulers, and in
@@ -82,11 +82,6 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
         NodeLost, RequestTimeout, BarrierBroken: as the calls of the store.
     """
 
-    _NOT_COPYABLE: ClassVar[str] = (
-        "a DistributedOptimizer cannot be copied, pickled or saved, since it belongs to the store of this process: "
-        "save its state_dict(), and wrap an optimizer in each process"
-    )
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -102,8 +97,7 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
         module: torch.nn.Module | None = None,
         buffers: Buffers = "local",
     ) -> None:
-        if isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise NotAllowed(f"the optimizer to wrap is one of torch.optim, not a {type(optimizer).__name__}")
+        super().__init__(optimizer)
         _check_choice("where", where, get_args(Where))
         _check_choice("op", op, get_args(Op))
         _check_choice("sparse", sparse, get_args(Sparse))
@@ -115,7 +109,6 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
         if where == "servers":
             from_torch(optimizer, named)  # raises if it has made steps
             hyperparameters = Hyperparameters(optimizer, named)
-        self._wrapped = optimizer
         self._num_parameters = _count(optimizer)
         self.store = create("dist_sync") if store is None else store
         backend = backend_of(self.store)
@@ -131,8 +124,6 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
         self._make_keys(parameters, op, also)
         if merged is not None:
             merged.make_keys(self.store)
-        if hyperparameters is not None:
-            self.store.set_optimizer(hyperparameters.optimizer)
         # The keys of where="workers" hold weights until the first step only.
         if where == "servers" or not (self.store.restarted or backend.steps.restored_steps):
             self._load(named)
@@ -144,7 +135,8 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
         if hyperparameters is not None:
             self._mode = ServersMode(optimizer, self.store, buckets, hyperparameters)
         else:
-            self._mode = WorkersMode(optimizer, buckets, merged, healing_of(self.store).updating)
+            updating = healing_of(self.store).updating
+            self._mode = WorkersMode(optimizer, backend.updates, buckets, merged, updating)
         self._passes = GradientPasses(
             backend,
             buckets,
@@ -182,11 +174,12 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
 
     def _begin(self) -> None:
         if _count(self._wrapped) != self._num_parameters:
-            raise _added()
+            raise parameters_added()
         self._mode.begin()
 
     # ── what a training loop calls ──
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients of all workers.
 
@@ -203,6 +196,7 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # hooks of steps are called by the wrapped optimizer
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the parameters, as `torch.optim.Optimizer.zero_grad` does."""
         self._mode.zero_grad(set_to_none)
@@ -277,32 +271,7 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
             if close is not None:
                 close()
 
-    # ── what it has in common with the wrapped one ──
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of parameters, with their hyperparameters."""
-        return self._wrapped.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """What the wrapped optimizer keeps of each parameter."""
-        return self._wrapped.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The hyperparameters of groups that have none of their own."""
-        return self._wrapped.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise NotAllowed: parameters are wrapped once."""
-        raise _added()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer."""
-        return self._wrapped.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, in all workers.
 
         Raises:
@@ -317,11 +286,6 @@ class DistributedOptimizer(ProcessBound, torch.optim.Optimizer):
             self._mode.refuse_scaler()
         return False
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped":
-            raise AttributeError(name)
-        return getattr(self._wrapped, name)
-
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
@@ -331,10 +295,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _count(optimizer: torch.optim.Optimizer) -> int:
     return sum([len(group["params"]) for group in optimizer.param_groups])
-
-
-def _added() -> NotAllowed:
-    return NotAllowed("parameters cannot be added to an optimizer that is wrapped: add them first, then wrap it")
 
 
 def _check_module(module: object, where: Where, buffers: Buffers) -> None:
@@ -355,9 +315,14 @@ def _mixed(seed: int, step: int, rank: int) -> int:
 
 
 def _check_store(store: KVStore, where: Where) -> None:
-    if where == "workers" and not backend_of(store).facts.versioned:
+    backend = backend_of(store)
+    if where == "servers":
+        return
+    if not backend.facts.versioned:
         text = f'a {store.type} store merges no gradients, so where="workers" has nothing to update with'
         raise NotAllowed(f'{text}: use dist_sync, or where="servers"')
+    if backend.steps.has_optimizer().result():
+        raise optimizer_error("before this one was wrapped")
 
 
 def _check_free(store: KVStore, parameters: ModelParameters) -> None:

@@ -40,6 +40,8 @@ class ShardedSampler(Sampler[list[int]]):
     those that take part then: without `batches`, samples are missed or come twice in these steps if that changes. The
     workers of a store do not notice a change at the same time, so in that one step it happens with `batches`, too.
 
+    A step of ``kv.steps(total, shared=True)`` is made by one worker: this sampler is not for those.
+
     It is used by the process of the store alone. A DataLoader gives its workers numbers of samples, not the sampler.
 
     Args:
@@ -119,9 +121,10 @@ class ShardedSampler(Sampler[list[int]]):
                 if len(self._ranks) >= MOST_DRAWN:
                     raise NotAllowed(f"the loader has drawn {MOST_DRAWN} batches ahead: lower its prefetch_factor")
                 self._ranks[step] = ranks
+            elif step + 1 == end:
+                self._first = end  # a loop that counts its batches asks for none after the last one
             yield self._share(step, ranks)
             step += 1
-        self._first = step
 
     def batches(self, loader: DataLoader[Any], steps: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """Iterate over pairs of a step and its batch.

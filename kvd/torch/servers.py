@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 
 from kvd.client.calls.handle import Handle
 from kvd.client.facades.blocking import KVStore, backend_of
 from kvd.errors import NotAllowed
+from kvd.optimizer import Optimizer
 from kvd.torch.buckets import Bucket, Slot
 from kvd.torch.gradients import GradientPasses, Phase
-from kvd.torch.mapping import Hyperparameters
+from kvd.torch.mapping import Hyperparameters, changes_between
+
+_on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer, Optimizer]] = WeakKeyDictionary()
+"""For each store, the optimizer that was set, and the same with the hyperparameters that were sent last, by any worker.
+"""
 
 
 class ServersMode:
     """The gradients of a pass are an update of the servers. `step` waits for the weights after it.
 
-    A worker changes hyperparameters for all, before its first gradients of a step leave: the one of the lowest rank.
+    A store has one optimizer for all keys. Several wrapped ones of one class share it: each pass begins with the
+    hyperparameters of its own. A worker sends them for all, before its first gradients leave: that of the lowest rank.
 
     Args:
         wrapped: the optimizer of the program, which makes no step.
         hyperparameters: of the wrapped optimizer, as on the servers.
+
+    Raises:
+        NotAllowed: the store has an optimizer of another class.
     """
 
     def __init__(
@@ -39,6 +49,9 @@ class ServersMode:
         self._parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
         self._hyperparameters = hyperparameters
         self._change: Handle | None = None  # of hyperparameters
+        if self._updates.last_set is None:
+            store.set_optimizer(hyperparameters.optimizer)
+        self._there()
         self._hooked_step = torch.optim.Optimizer.profile_hook_step(self._step)
         self.passes: GradientPasses
 
@@ -48,9 +61,27 @@ class ServersMode:
 
     def begin(self) -> None:
         """A pass begins: send the hyperparameters that the program has changed."""
-        changed = self._hyperparameters.changed()
-        if changed and self._store.rank == min(self._store.ranks):
-            self._change = self._updates.update_optimizer(changed)
+        self._hyperparameters.changed()
+        mine, there = self._hyperparameters.optimizer, self._there()
+        if mine == there:
+            return
+        last_set = self._updates.last_set
+        assert last_set is not None
+        _on_servers[self._store] = last_set, mine
+        if self._store.rank == min(self._store.ranks):
+            self._change = self._updates.update_optimizer(changes_between(there, mine))
+
+    def _there(self) -> Optimizer:
+        """The optimizer as the servers have it. Raises NotAllowed if it is of another class than this one."""
+        last_set, mine = self._updates.last_set, self._hyperparameters.optimizer
+        if type(last_set) is not type(mine):
+            raise NotAllowed(
+                f"the servers have one optimizer for all keys of a store, which is {type(last_set).__name__}, so a "
+                f'{type(mine).__name__} cannot join it: use optimizers of one class, or where="workers" for all'
+            )
+        assert last_set is not None
+        base, current = _on_servers.get(self._store, (last_set, last_set))
+        return current if base is last_set else last_set
 
     def before_first(self) -> None:
         """The first gradients are about to leave: the servers must have the hyperparameters for them."""
@@ -114,7 +145,7 @@ class ServersMode:
         if self.passes.phase is Phase.SENT:
             raise NotAllowed("this step has sent gradients, and did not call optimizer.step()")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load hyperparameters.
 
         Raises:
@@ -125,7 +156,7 @@ class ServersMode:
                 'with where="servers" the state of the optimizer is on the servers, and a state_dict of torch cannot '
                 "be loaded there: load a snapshot of the store with kv.restore, or its kv.load_optimizer_states"
             )
-        self._wrapped.load_state_dict(state_dict)
+        self._wrapped.load_state_dict(dict(state_dict))
 
     def refuse_scaler(self) -> NoReturn:
         """Raise NotAllowed: `torch.amp.GradScaler` is about to make a step."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from kvd.client.calls.backend import Updates
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, Slot
 from kvd.torch.buffers import BufferMeans
@@ -21,6 +22,7 @@ class WorkersMode:
 
     Args:
         wrapped: the optimizer of the program.
+        updates: of the store.
         buckets: the last one counts who has gradients.
         buffers: what is merged besides, when the gradients are; None: nothing.
         on_received: called when the merged gradients are in the parameters.
@@ -29,11 +31,13 @@ class WorkersMode:
     def __init__(
         self,
         wrapped: torch.optim.Optimizer,
+        updates: Updates,
         buckets: list[Bucket],
         buffers: BufferMeans | None,
         on_received: Callable[[], None],
     ) -> None:
         self._wrapped = wrapped
+        self._updates = updates
         self._buckets = buckets
         self._buffers = buffers
         self._on_received = on_received
@@ -49,7 +53,13 @@ class WorkersMode:
         return fresh
 
     def begin(self) -> None:
-        """A pass begins."""
+        """A pass begins.
+
+        Raises:
+            NotAllowed: an optimizer was set on the servers.
+        """
+        if self._updates.last_set is not None:
+            raise optimizer_error(type(self._updates.last_set).__name__)
 
     def before_first(self) -> None:
         """The first gradients are about to leave."""
@@ -100,6 +110,15 @@ class WorkersMode:
         self.passes.check_ended()
         self.passes.step_done()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the wrapped optimizer."""
-        self._wrapped.load_state_dict(state_dict)
+        self._wrapped.load_state_dict(dict(state_dict))
+
+
+def optimizer_error(kind: str) -> NotAllowed:
+    """The error for a store that has an optimizer, whose servers merge no gradients for the workers."""
+    return NotAllowed(
+        f'with where="workers" the servers only merge gradients, but an optimizer was set on them ({kind}), which '
+        f'updates all keys: use where="servers" for all optimizers of this store, or a store of another job, such as '
+        f'kvd.create("dist_sync", job="workers")'
+    )

@@ -17,7 +17,7 @@ _OF_GRAD_SCALER = ("grad_scale", "found_inf")
 class WrappedOptimizer(ProcessBound, torch.optim.Optimizer):
     """A torch optimizer by `isinstance` that shares parameter groups, state and hooks with the one it wraps.
 
-    Learning rate schedulers and `GradScaler` take it like any other optimizer.
+    Learning rate schedulers and ``GradScaler`` take it like any other optimizer.
 
     Args:
         optimizer: the one to wrap.

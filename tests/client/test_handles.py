@@ -124,9 +124,30 @@ def test_flush_raises_the_first_error_with_the_others_as_notes(kv: kvd.KVStore) 
     with pytest.raises(ShapeMismatch) as caught:
         kv.flush()
     assert "(5,)" in str(caught.value)
-    assert len(caught.value.__notes__) == 1
-    assert "(6,)" in caught.value.__notes__[0]
+    first, also = caught.value.__notes__
+    assert first == "the call that failed is an earlier push of 'w', which nobody waited for"
+    assert "(6,)" in also
     kv.flush()
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_an_unobserved_error_says_which_call_it_was(kind: str, cluster: LocalCluster) -> None:
+    kv = kvd.create("local") if kind == "local" else cluster.store()
+    kv.init("w", ones())
+    kv.set_optimizer(kvd.optimizer.SGD(1.0))
+    calls: dict[str, Any] = {"push": kv.push, "pushpull": kv.pushpull_async, "init": kv.init_async}
+    for step in kv.steps(2):
+        for name, call in calls.items() if step else ():
+            handle = call("w", ones(5))
+            while not handle.done():
+                time.sleep(0.001)
+            with pytest.raises(ShapeMismatch) as caught:
+                kv.pull("w")
+            text = f"the call that failed is an earlier {name} of 'w' in step 1, which nobody waited for"
+            assert caught.value.__notes__ == [text]
+        kv.pushpull("w", ones())
+    kv.set_barrier_before_exit(False)
+    kv.close()
 
 
 def test_close_raises_unobserved_errors() -> None:

@@ -124,6 +124,9 @@ CASES = {
         mlp, lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True), micro=2, scaled=True
     ),
     "unused": Case(Unused, adamw, ddp={"find_unused_parameters": True}),
+    "unused, small buckets": Case(
+        Unused, sgd, ddp={"find_unused_parameters": True}, options={"bucket_bytes": 100, "first_bucket_bytes": 100}
+    ),
     "tied": Case(Tied, sgd),
     "checkpoint": Case(lambda: Checkpointed(reentrant=False), sgd),
     "reentrant checkpoint": Case(lambda: Checkpointed(reentrant=True), sgd),

@@ -45,8 +45,11 @@ class Plan:
 
 
 def new_model(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+    chance = torch.Generator().manual_seed(seed)  # workers may be threads of one process
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4, generator=chance)
+    return model
 
 
 def new_inner(model: nn.Module) -> torch.optim.Optimizer:
@@ -223,7 +226,7 @@ def _restarted(
 # ── a program of `kvd launch` ──
 
 LAUNCHED = Plan(loops=[14], every=6, fragments=[NAMES[:1], NAMES[1:]])
-DEATHS = {1: (0, 10)}  # in the second round, after the exchange of the first fragment
+DEATHS = {0: (0, 8), 1: (0, 10)}  # in the second round, before and after the exchange of the first fragment
 
 
 def main(folder: Path) -> None:

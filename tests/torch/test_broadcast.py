@@ -48,16 +48,22 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: to_bytes(tensor.detach()) for name, tensor in tensors.items()}
 
 
-def test_tensors_of_all_kinds_become_those_of_worker_0() -> None:
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_tensors_of_all_kinds_become_those_of_worker_0(kind: str) -> None:
     def program(kv: kvd.KVStore) -> Any:
         tensors = tensors_of(kv.rank)
         before = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in tensors.items()}
         kt.broadcast_parameters(tensors, kv)
         assert {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in tensors.items()} == before
+        assert [kt.broadcast_object([kv.rank, size] * size, kv, name="again")[1] for size in (9, 4000, 9)] == [
+            9,
+            4000,
+            9,
+        ]
         return bits(tensors)
 
     with LocalCluster(2, 2) as cluster:
-        first, second = cluster.run(program)
+        first, second = cluster.run(program, kind)
     assert first == bits(tensors_of(0))
     assert second == first != bits(tensors_of(1))
 

@@ -98,6 +98,19 @@ def test_a_table_of_float64_in_this_process() -> None:
     np.testing.assert_allclose(found, torch_rows(RULES["Adagrad"][1], torch.float64), rtol=0, atol=1e-7)
 
 
+def test_an_asynchronous_store_updates_with_each_push() -> None:
+    def program(kv: kvd.KVStore) -> Any:
+        embedding = embedding_of(kv, SGD(1.0), padding_idx=None, initializer=Zeros(), values=None)
+        for _ in range(kv.rank + 1):  # as many as each worker likes
+            loss: Any = embedding(torch.tensor([3, 3, 4 + kv.rank])).sum()
+            loss.backward()
+        kv.barrier("pushed")
+        return kv.row_sparse_pull("words", [3, 4, 5])[:, 0].tolist()
+
+    with LocalCluster(2, 2) as cluster:
+        assert cluster.run(program, "dist_async") == [[-6.0, -1.0, -2.0]] * 2
+
+
 def test_accumulated_backwards_are_one_push() -> None:
     with kvd.create("local") as kv:
         embedding = embedding_of(kv, SGD(0.3))

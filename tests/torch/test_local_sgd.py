@@ -79,12 +79,12 @@ def test_a_restarted_worker_begins_its_round_again_with_the_weights_of_the_last_
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "died-1").exists()
+    assert len(list(tmp_path.glob("died-*"))) == 2
     everyone = [dict(np.load(tmp_path / f"weights-{rank}.npz")) for rank in range(2)]
     assert_same_bits(everyone)
     assert_close(everyone[0], simulate(harness.LAUNCHED, 2, deaths=harness.DEATHS))
     steps = [(tmp_path / f"steps-{rank}").read_text().split() for rank in range(2)]
-    assert [[int(made[0]), int(made[-1])] for made in steps] == [[0, 13], [6, 13]]
+    assert [[int(made[0]), int(made[-1])] for made in steps] == [[6, 13], [6, 13]]
 
 
 def test_a_newcomer_takes_the_weights_of_the_last_outer_step() -> None:
@@ -109,6 +109,48 @@ def test_a_newcomer_takes_the_weights_of_the_last_outer_step() -> None:
     assert_same_bits([weights for weights, _ in results])
     assert_close(results[0][0], simulate(plan, 3, joins={2: (0, 8)}))
     assert results[2][1] == [list(range(8, 20))]
+
+
+def test_a_worker_that_the_others_did_not_wait_for_takes_the_weights_of_the_newest_outer_step() -> None:
+    """Worker 2 stops in the second round, and comes back when the others are in their fourth."""
+    plan = Plan([28], every=4, fragments=[NAMES[:1], NAMES[1:]])
+    others_are_ahead = threading.Event()
+
+    def train(kv: kvd.KVStore) -> tuple[Weights, list[list[int]]]:
+        def before_step(loop: int, step: int) -> None:
+            if kv.rank == 2 and step == 5:
+                assert others_are_ahead.wait(WAIT_S)
+            if kv.rank < 2 and step == 13:
+                others_are_ahead.set()
+                wait_until(lambda: kv.ranks == (0, 1, 2), "the late worker takes part again")
+
+        return harness.train(kv, plan, before_step)
+
+    with LocalCluster(3, 2, quorum=2, quorum_grace_s=2.0) as cluster:
+        results = cluster.run(train)
+    assert_same_bits([weights for weights, _ in results])
+    [late] = results[2][1]
+    assert late[:8] == [*range(8)]  # it finds out in the exchanges of its second round
+    assert late[8:] == [*range(late[8], 28)]
+    assert late[8] >= 16
+
+
+def test_a_snapshot_after_a_round_continues_like_a_restarted_worker(tmp_path: Path) -> None:
+    plan = Plan([14], every=4)
+    with kvd.create("local") as kv:
+        model = new_model(0)
+        optimizer = harness.wrap(kv, plan, model)
+        for step in optimizer.steps(14):
+            gradients(model, 0, step, 0)
+            optimizer.step()
+            if step == 7:
+                kv.snapshot(tmp_path / "snapshot")
+                break
+    with kvd.create("local") as kv:
+        kv.restore(tmp_path / "snapshot")
+        weights, made = harness.train(kv, plan)
+    assert made == [[*range(8, 14)]]
+    assert_close(weights, simulate(plan, 1, deaths={0: (0, 8)}))
 
 
 # ── a torch optimizer ──
@@ -302,17 +344,23 @@ def test_changes_after_wrapping_are_refused_and_name_the_parameter() -> None:
 
 
 def test_another_model_or_another_interval_on_another_rank_is_refused_in_all() -> None:
-    def wrap(kv: kvd.KVStore, every: int, inputs: int) -> None:
+    def wrap(kv: kvd.KVStore, every: int, inputs: int, outer: kvd.optimizer.Optimizer) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(inputs, 5), torch.nn.Linear(5, 3))
-        kt.LocalSGD(new_inner(model), model.named_parameters(), every=every, outer=OUTER, store=kv)
+        kt.LocalSGD(new_inner(model), model.named_parameters(), every=every, outer=outer, store=kv)
 
     with LocalCluster(2, 1) as cluster, ThreadPoolExecutor(2) as pool:
         stores = cluster.open_stores()
-        for every, inputs, text in (
-            (50, 7, r"worker 1 has '0.weight \(5, 7\) float32' where worker 0 has '0.weight \(5, 6\) float32'"),
-            (20, 6, r"worker 1 has 'every=20, fragments=1, delay=0' where worker 0 has 'every=50"),
+        for every, inputs, outer, text in (
+            (50, 7, OUTER, r"worker 1 has '0.weight \(5, 7\) float32' where worker 0 has '0.weight \(5, 6\) float32'"),
+            (20, 6, OUTER, r"worker 1 has 'every=20, fragments=1, delay=0' where worker 0 has 'every=50"),
+            (
+                50,
+                6,
+                kvd.optimizer.SGD(0.5),
+                r"worker 1 has 'outer=SGD\(.*=0.5.*' where worker 0 has 'outer=SGD\(.*=0.7",
+            ),
         ):
-            wrapping = [pool.submit(wrap, stores[0], 50, 6), pool.submit(wrap, stores[1], every, inputs)]
+            wrapping = [pool.submit(wrap, stores[0], 50, 6, OUTER), pool.submit(wrap, stores[1], every, inputs, outer)]
             for future in wrapping:
                 with pytest.raises(NotAllowed, match=text):
                     future.result(WAIT_S)

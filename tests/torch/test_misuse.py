@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kvd
 import kvd.torch as kt
-from kvd.errors import KeyExists, KvdError, NotAllowed, NotCopyable
+from kvd.errors import KeyExists, KvdError, NodeLost, NotAllowed, NotCopyable
 from kvd.testing.cluster import LocalCluster
 from kvd.torch import check_version
 
@@ -57,7 +57,7 @@ def refuses(text: str) -> Any:
 def test_arguments(kv: kvd.KVStore) -> None:
     module = model()
     names = list(module.named_parameters())
-    with refuses("one of torch.optim, not a Sequential"):
+    with refuses("a torch optimizer is wanted"):
         kt.DistributedOptimizer(module, names, where="workers", op="mean", store=kv)  # type: ignore[arg-type]
     for option in ({"where": "server"}, {"op": "average"}, {"sparse": "yes"}):
         with refuses(f"{next(iter(option))} is '"):
@@ -89,7 +89,7 @@ def test_parameters_are_wrapped_once(kv: kvd.KVStore) -> None:
         wrapped(module, kv)
     with refuses("key .0.weight. is in use, by another optimizer.*prefix"):
         wrapped(model(), kv)
-    with refuses("not a DistributedOptimizer"):
+    with refuses("a DistributedOptimizer is wrapped already"):
         kt.DistributedOptimizer(optimizer, module.named_parameters(), where="workers", op="mean", store=kv)
     with refuses("parameters cannot be added"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
@@ -114,10 +114,28 @@ def test_parameters_are_wrapped_again_when_their_keys_are_deleted(kv: kvd.KVStor
         first.step()
 
 
+def test_a_store_has_one_optimizer_for_all_keys(kv: kvd.KVStore) -> None:
+    first, second, third = (nn.ModuleDict({name: model()}) for name in ("first", "second", "third"))
+    early = wrapped(first, kv)
+    wrapped(second, kv, "servers")
+    with refuses("Adam cannot join it"):
+        kt.DistributedOptimizer(
+            torch.optim.Adam(third.parameters()), third.named_parameters(), where="servers", op="mean", store=kv
+        )
+    with refuses("the servers only merge gradients"):
+        wrapped(third, kv, "workers", bucket_bytes=1)
+    with refuses("an optimizer was set on them"):
+        backward(first["first"])
+    kv.set_optimizer(kvd.optimizer.Adagrad())
+    with refuses("which is Adagrad, so a SGD cannot join it"):
+        backward(second["second"])
+    assert early.state == {}
+
+
 def test_copies(kv: kvd.KVStore) -> None:
     optimizer = wrapped(model(), kv)
     for copying in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(NotCopyable, match="DistributedOptimizer"):
+        with pytest.raises(NotCopyable, match=r"kvd\.torch cannot be copied"):
             copying(optimizer)
 
 
@@ -132,7 +150,7 @@ def test_the_version_of_torch() -> None:
 
 
 def test_a_second_backward(kv: kvd.KVStore) -> None:
-    for where, op in (("servers", "mean"), ("workers", "sum")):
+    for where, op in (("workers", "sum"), ("servers", "mean")):
         module = nn.ModuleDict({where: model()})
         forward = module[where]
         optimizer = wrapped(module, kv, where, op=op)
@@ -262,6 +280,26 @@ def test_a_checkpoint_around_all_parameters_that_leaves_some_without_gradients(k
 
 
 # ── workers that differ ──
+
+
+def test_the_others_learn_that_a_worker_has_failed() -> None:
+    errors: dict[int, BaseException] = {}
+
+    def program(kv: kvd.KVStore) -> None:
+        module = nn.Embedding(5, 2, sparse=kv.rank == 1)
+        optimizer = wrapped(module, kv)
+        try:
+            loss: Any = module(torch.tensor([1])).sum()
+            loss.backward()
+            optimizer.step()
+        except KvdError as error:
+            errors[kv.rank] = error
+            raise
+
+    with LocalCluster(2, 1) as cluster, refuses("'weight' is sparse"):
+        cluster.run(program)
+    assert isinstance(errors[0], NodeLost)
+    assert errors[0].node == "worker 1"
 
 
 def test_workers_with_other_models_or_options() -> None:

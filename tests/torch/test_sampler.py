@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from threading import Event
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_orders_differ_by_epoch_and_seed_and_are_the_same_elsewhere() -> None:
     assert len({tuple(order) for order in found}) == 9
     assert found == [epoch(number, seed) for number in range(3) for seed in range(3)]
     assert found[0] != sorted(found[0])
+
+
+def test_a_loop_that_counts_its_batches_goes_on_with_the_next_epoch() -> None:
+    """As those of Lightning and Trainer, which ask for no batch after the last one."""
+    sampler = sampler_of(Worker(0, (0,)))
+    loader = DataLoader(dataset(), batch_sampler=sampler)
+    drawn = [numbers(batch) for _ in range(3) for batch in islice(loader, len(loader))]
+    assert drawn == [sampler.samples(step) for step in range(3 * len(sampler))]
 
 
 def test_an_iteration_goes_on_with_the_next_epoch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -194,25 +195,24 @@ def test_two_optimizers_of_a_gan() -> None:
     def steps(kv: kvd.KVStore | None) -> list[torch.Tensor]:
         generator, discriminator = copy.deepcopy(GAN).values()
         optimizers: list[Any] = []
-        for prefix, module in (("generator", generator), ("discriminator", discriminator)):
-            made: Any = torch.optim.Adam(module.parameters(), 0.01)
+        for prefix, module, rate in (("generator", generator, 0.01), ("discriminator", discriminator, 0.05)):
+            made: Any = torch.optim.Adam(module.parameters(), rate)
             if kv is not None:
                 named = module.named_parameters(prefix=prefix)
                 made = kt.DistributedOptimizer(made, named, where="servers", op="mean", store=kv)
             optimizers.append(made)
         of_generator, of_discriminator = optimizers
-        for step in range(5) if kv is None else kv.steps(5):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(of_discriminator, 0.8)
+        for step in range(8) if kv is None else kv.steps(8):
             x = X[step] if kv is None else X[step][kv.rank :: WORKERS]
             of_discriminator.zero_grad()
-            (discriminator(generator(x).detach()).mean() - discriminator(x).square().mean()).backward()
+            _backward(discriminator(generator(x).detach()).mean() - discriminator(x).square().mean())
             of_discriminator.step()
             of_generator.zero_grad()
-            if kv is None:
-                (-discriminator(generator(x)).mean()).backward()
-            else:
-                with of_discriminator.no_sync():
-                    (-discriminator(generator(x)).mean()).backward()
+            with nullcontext() if kv is None else of_discriminator.no_sync():
+                _backward(-discriminator(generator(x)).mean())
             of_generator.step()
+            schedule.step()
         return [*weights(generator), *weights(discriminator)]
 
     with LocalCluster(WORKERS, 1) as cluster:

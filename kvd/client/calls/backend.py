@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kvd.client.calls.bound_arrays import BoundList
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.healing import Healing
 from kvd.client.calls.keys import KeyList
@@ -17,7 +18,7 @@ from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, KvdError
 from kvd.optimizer import Optimizer
 
 Updater = Callable[[Any, Array, Array], None]  # of the key as the program wrote it, what came, what is stored
@@ -170,14 +171,11 @@ class Values(Protocol):
     ) -> Any:
         """The result of `pushpull`; the program writes to the value only when this has returned."""
 
-    def pushpull_bound(
-        self, keys: KeyList, gradients: Sequence[Array], targets: Callable[[], Sequence[Array]], priority: int
-    ) -> Handle:
+    def pushpull_bound(self, bound: BoundList, targets: Callable[[], Sequence[Array]], priority: int) -> Handle:
         """Push bound gradients, and pull the values into the targets when the handle is waited for, not before.
 
         Args:
-            keys: distinct ones.
-            gradients: as `Binding.gradients` gave them.
+            bound: as `Binding.gradients` gave it.
             targets: called then; gives contiguous writable memory of the size of each key, as uint8, none of it twice.
         """
 
@@ -210,6 +208,9 @@ class Assignments(Protocol):
         or by `close`.
         """
 
+    def keep_error(self, names: Sequence[str], error: KvdError) -> None:
+        """Raise the error at the next call on these keys, at `flush` or at `close`."""
+
     def has_assigned(self, key: str) -> bool:
         """Whether this process has taken part in a round of the key; a predecessor that died does not count."""
 
@@ -226,7 +227,8 @@ class Binding(Protocol):
     def bind(self, key: Any) -> Handle: ...
 
     def gradients(self, keys: KeyList) -> Handle:
-        """Gives the gradients that `bind` gives for a list of keys. Nothing is pulled, and weights take no memory."""
+        """Gives a `BoundList` of the gradients that `bind` gives for a list of keys. Nothing is pulled, and weights
+        take no memory."""
 
     def is_bound(self, name: str) -> bool:
         """Whether this process has arrays of the key, and the store is open."""
@@ -255,6 +257,10 @@ class Rounds(Protocol):
 
 class Updates(Protocol):
     """How values are updated."""
+
+    @property
+    def last_set(self) -> Optimizer | None:
+        """The optimizer that this process has set last; None: it has set none."""
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle: ...
     def set_gradient_compression(self, params: object) -> Handle: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.client.calls.bound_arrays import BoundArrays, bind_result
+from kvd.client.calls.bound_arrays import BoundArrays, BoundList, bind_result
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.tables import table_error
@@ -47,7 +47,7 @@ class ClusterBinding:
     def gradients(self, keys: KeyList) -> Handle:
         self._engine.written.note(keys)
         made = self._engine.run(self._make(keys.names))
-        return Handle(made, lambda bound: [arrays.gradient for arrays in bound], "bind")
+        return Handle(made, lambda bound: BoundList.of(keys, bound), "bind")
 
     def is_bound(self, name: str) -> bool:
         return self._engine.is_well and self._bound.has(name)

@@ -63,6 +63,9 @@ class LocalKeys:
 
     As with a cluster, errors that only the store can find are raised by the handle.
 
+    Args:
+        place: asks where the program is.
+
     Attributes:
         entries: the keys that were made, but for tables.
         tables: those that are tables.
@@ -71,13 +74,13 @@ class LocalKeys:
         unobserved: the errors of handles that nobody waits for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[], int]) -> None:
         self.entries: dict[str, Entry] = {}
         self.tables: dict[str, TableEntry] = {}
         self.written = WrittenKeys()
         self.restored = RestoredKeys()
         self._lock = threading.RLock()
-        self.unobserved = UnobservedErrors()
+        self.unobserved = UnobservedErrors(place)
         self._closed = False
         self._pid = os.getpid()
 
@@ -133,11 +136,15 @@ class LocalKeys:
         self,
         names: list[str],
         work: Callable[[], Any],
+        what: str,
         refused: Callable[[Sequence[str]], None] | None = None,
         finish: Callable[[Any], Any] | None = None,
     ) -> Handle:
-        """The same; an unobserved error is raised by a later call. `refused`: see `UnobservedErrors.watch`."""
-        handle = self.unobserved.watch(names, self.answered(work, finish), refused)
+        """The same for a call that errors call `what`; an unobserved error is raised by a later call. `refused`: see
+        `UnobservedErrors.watch`."""
+        handle = self.answered(work, finish)
+        handle.what = what
+        self.unobserved.watch(names, handle, refused)
         if self.unobserved:
             raise_at_exit(self.unobserved)
         return handle

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvd.core.machine import Row, Span
 from kvd.core.membership import ViewState
@@ -38,12 +39,19 @@ class MessagePlan:
     rows: tuple[Row, ...]  # from the payload to the values of the items
     nbytes: int  # of the payload, in the dtypes of the keys
     is_alone: bool = False  # made for one call: its bytes are rows, in another dtype than the key, or encoded
+    is_all: bool = False  # of its call
     uses: int = 0
     batch: int = 0  # its number as a batch; 0 until it is declared
     declared_to: int = 0  # the incarnation of the server that was told
 
-    def payload_of(self, items: Sequence[Item]) -> tuple[Span, ...]:
-        """What a message brings of the sources of these items."""
+    def payload_of(self, items: Sequence[Item], whole: Any = None) -> tuple[Span, ...]:
+        """What a message brings of the sources of these items.
+
+        Args:
+            whole: the sources side by side, if they lie so.
+        """
+        if self.is_all and whole is not None:
+            return (Span(whole, 0, self.nbytes),)
         spans = zip(self.items, self.ranges, strict=True)
         return tuple([Span(items[item].source, offset, nbytes) for item, (offset, nbytes) in spans])
 
@@ -253,7 +261,10 @@ def plan_messages(
                 message = open_[partition] = _OpenMessage(partition)
                 messages.append(message)
             message.add(SliceId(key.name, index, key.creation), item, span, header)
-    return [message.plan() for message in messages]
+    plans = [message.plan() for message in messages]
+    if len(plans) == 1 and not without:
+        plans[0].is_all = True
+    return plans
 
 
 def _limits(keys: Sequence[WorkerKey], limit: int, most: int, least: int) -> dict[int, int]:

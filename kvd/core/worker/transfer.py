@@ -280,7 +280,7 @@ class Transfer:
         transfer, items = progress.transfer, progress.transfer.items
         payload: tuple[Span, ...] = ()
         if isinstance(message, PullRows) or (transfer.push and transfer.how != ABSENT):
-            payload = plan.payload_of(items)
+            payload = plan.payload_of(items, transfer.whole)
         nbytes = 0  # a pull takes no credit: the push that it waits for may be behind it
         if payload and transfer.push:
             nbytes = sum([size for _, size in plan.ranges]) if plan.is_alone else plan.nbytes
