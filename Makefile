@@ -6,16 +6,20 @@ BIN := $(VENV)/bin
 # written when an installation is complete: one that was interrupted is made again.
 BASE := $(VENV)/.kvd-base
 DEV := $(VENV)/.kvd-dev
+INTEGRATIONS := $(VENV)/.kvd-integrations
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests often wait for a process or a timeout: with three workers two cores were idle for half of the time.
 WORKERS ?= 4
-CLUSTER_TESTS := tests/cli tests/client tests/conformance tests/docs tests/faults tests/fuzz tests/node tests/observe \
-	tests/parallel tests/transport $(wildcard tests/test_*.py)
+CLUSTER_TESTS := tests/cli tests/client tests/compat tests/conformance tests/docs tests/faults tests/fuzz tests/jax tests/node \
+	tests/observe tests/parallel tests/transport $(wildcard tests/test_*.py)
 
 # Tests start hundreds of processes: each of them would compile all of kvd's modules anew, for half of its start-up time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-insecure test-without-lanes lint reference bench soak clean
+# They run side by side: with two threads each, NumPy's and torch's would wait for each other in loops.
+test test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
+
+.PHONY: demo test test-insecure test-integrations test-without-lanes lint reference bench soak clean
 
 $(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -26,6 +30,10 @@ $(BASE): pyproject.toml
 $(DEV): $(BASE)
 	$(PIP) install --quiet -e '.[dev]'
 	touch $(DEV)
+
+$(INTEGRATIONS): $(DEV)
+	$(PIP) install --quiet -e '.[integrations]'
+	touch $(INTEGRATIONS)
 
 demo: $(BASE)
 	$(BIN)/kvd demo
@@ -50,6 +58,10 @@ lint: $(DEV) reference
 # The pages of the API, from the docstrings; a broken docstring or reference is an error.
 reference: $(DEV)
 	$(BIN)/python -m docs.reference.build build/reference
+
+# Recipes of the documentation for frameworks that are large to install.
+test-integrations: $(INTEGRATIONS)
+	$(BIN)/python -m pytest -m integrations tests/integrations
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak --timeout 1800

@@ -25,6 +25,7 @@ from kvd.errors import (
     NodeLost,
     NotAllowed,
     NotCopyable,
+    NotInitialized,
     NotResumed,
     ProtocolError,
     RemoteError,
@@ -87,6 +88,7 @@ __all__ = [
     "MergeMismatch",
     "NotAllowed",
     "NotCopyable",
+    "NotInitialized",
     "VersionUnavailable",
 ]
 

@@ -25,6 +25,7 @@
         ├── MergeMismatch    (also a ValueError)
         └── NotAllowed
             ├── NotCopyable          a store cannot be copied or pickled (also a TypeError)
+            ├── NotInitialized       a façade of another framework is used before its `init` (also a ValueError)
             └── VersionUnavailable   the servers do not have a version, or not yet
 
 The attributes carry what a program needs; the message says what a person can do next.
@@ -274,6 +275,13 @@ class NotCopyable(NotAllowed, TypeError):
     """A store, or what belongs to one, cannot be copied, pickled or saved: it belongs to its process.
 
     Also a TypeError, as Python raises for threads and sockets.
+    """
+
+
+class NotInitialized(NotAllowed, ValueError):
+    """A call of `kvd.compat.horovod.torch` or its like comes before ``init()``, or after ``shutdown()``.
+
+    Also a ValueError, as in Horovod.
     """
 
 

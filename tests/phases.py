@@ -18,8 +18,35 @@ from typing import Final
 CORE: Final = ("tests/core", "tests/protocol")
 """They are about the state machines and the protocol alone. Measuring coverage would double the time of the rest."""
 
-EVERY_OPERATION: Final = ("tests/client", "tests/conformance")
-"""What every operation returns: it is the same without the lanes."""
+REPEATED: Final = tuple(
+    f"tests/client/test_{name}.py"
+    for name in (
+        *(
+            "aio",
+            "broadcast",
+            "cast",
+            "cluster",
+            "compression",
+            "copy_false",
+            "delay_compensation",
+            "delete",
+            "elastic",
+        ),
+        *(
+            "exchange",
+            "handles",
+            "large_lists",
+            "merge_per_key",
+            "optimizer",
+            "refused_pushes",
+            "repeated_keys",
+            "rounds",
+        ),
+        *("row_gradients", "staleness", "steps_shared", "tables_cluster", "values", "waits", "weighted", "whole_keys"),
+    )
+)
+"""Tests of operations that a cluster repeats, where the lanes apply. They return the same without. The target
+`test-without-lanes` of the Makefile runs all tests with clusters so."""
 
 INTERRUPTED: Final = 2
 """The exit code of a pytest that Ctrl-C ended."""
@@ -44,16 +71,21 @@ class Phase:
 
 
 def phases(workers: str) -> list[Phase]:
-    """The phases of `make test`, in order; `workers` is the number of processes of pytest."""
-    pytest = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "worksteal"]
+    """The phases of `make test`, in order.
+
+    Args:
+        workers: the number of processes of pytest in phases whose tests often wait. The others have one for each core.
+    """
+    python = [sys.executable, "-m", "pytest", "--dist", "worksteal"]
+    pytest = [*python, "-n", workers]
     covered = ["--cov=kvd/core", "--cov=kvd/protocol", "--cov-report="]
     report = [sys.executable, "-m", "coverage", "report", "--fail-under=95"]
     others = [f"--ignore={folder}" for folder in CORE]
     return [
-        Phase("the core and the protocol", [*pytest, *covered, *CORE]),
+        Phase("the core and the protocol", [*python, "-n", "auto", *covered, *CORE]),
         Phase("the coverage of the core and the protocol", report, is_pytest=False),
         Phase("all other tests", [*pytest, "--durations=40", *others]),
-        Phase("operations without lanes", [*pytest, "--kvd-lanes", "off", *EVERY_OPERATION]),
+        Phase("repeated operations without lanes", [*pytest, "--kvd-lanes", "off", *REPEATED]),
     ]
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.util
+import io
+import random
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from struct import pack
@@ -27,24 +32,51 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TIMEOUT_S = 110
 
 
-def run(name: str, *arguments: str, workers: int = 0, servers: int = 1, hook: Path | None = None) -> dict[int, str]:
-    """Runs an example, as a job if `workers` are given. Returns the last line of each worker, by rank.
+def run(
+    name: str,
+    *arguments: str,
+    workers: int = 0,
+    servers: int = 1,
+    hook: Path | None = None,
+    launch: Sequence[str] = (),
+) -> dict[int, str]:
+    """Runs an example, as a job if `workers` are given, else here. Returns the last line of each worker, by rank.
 
     Args:
+        launch: more options of `kvd launch`.
         hook: a folder with a sitecustomize.py for the processes of the job, whose workers are restarted once.
     """
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    if workers:
-        launch = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers)]
-        command = [*launch, *(("--restart", "1") if hook else ()), "--", *command]
+    program = str(EXAMPLES / name)
+    printed = run_job(program, arguments, workers, servers, hook, launch) if workers else run_here(program, arguments)
+    results = re.findall(r"worker (\d+) of (\d+): (.*)", printed)
+    assert sorted(int(rank) for rank, _, _ in results) == list(range(max(workers, 1))), printed
+    assert {int(size) for _, size, _ in results} == {max(workers, 1)}
+    return {int(rank): text for rank, _, text in results}
+
+
+def run_here(program: str, arguments: Sequence[str]) -> str:
+    """Runs a program as the main one of this process, which has imported most that it needs. Returns its output."""
+    output, argv = io.StringIO(), sys.argv
+    sys.argv = [program, *arguments]
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(program, run_name="__main__")
+    finally:
+        sys.argv = argv
+    return output.getvalue()
+
+
+def run_job(
+    program: str, arguments: Sequence[str], workers: int, servers: int, hook: Path | None, launch: Sequence[str]
+) -> str:
+    """Runs a program as a job of `kvd launch`. Returns its output."""
+    begins = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", str(workers), "-s", str(servers), *launch]
+    command = [*begins, *(("--restart", "1") if hook else ()), "--", sys.executable, program, *arguments]
     path = f"{ROOT}:{ROOT / 'cli'}" + (f":{hook}" if hook else "")
     environment = child_environment({"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = re.findall(r"worker (\d+) of (\d+): (.*)", done.stdout)
-    assert sorted(int(rank) for rank, _, _ in results) == list(range(max(workers, 1))), done.stdout + done.stderr
-    assert {int(size) for _, size, _ in results} == {max(workers, 1)}
-    return {int(rank): text for rank, _, text in results}
+    return done.stdout
 
 
 def accuracies(results: dict[int, str]) -> list[float]:
@@ -75,6 +107,28 @@ def test_torch_model(workers: int) -> None:
     pytest.importorskip("torch")
     results = run("torch_model.py", "--epochs", "2", "--devices", "cpu", "cpu", workers=workers)
     assert min(accuracies(results)) > 0.7
+
+
+def test_a_program_for_horovod_runs_with_one_import_changed() -> None:
+    """The calls of Horovod's documented example, in order; without that import it would run on Horovod."""
+    pytest.importorskip("torch")
+    text = (EXAMPLES / "horovod_digits.py").read_text(encoding="utf-8")
+    imports = re.findall(r"^(?:import|from) .*", text, re.MULTILINE)
+    assert [line for line in imports if "kvd" in line] == [
+        "import kvd.compat.horovod.torch as hvd",
+        "from kvd.data import digits",
+    ]
+    together = run("horovod_digits.py", workers=2)
+    assert len(set(together.values())) == 1
+    assert min(accuracies(together)) > 0.85
+
+
+def test_jax_digits_gives_the_same_alone_and_in_a_cluster() -> None:
+    pytest.importorskip("optax", reason="JAX and optax are not installed: pip install jax optax")
+    alone = run("jax_digits.py", "--epochs", "3")
+    together = run("jax_digits.py", "--epochs", "3", workers=2)
+    assert set(together.values()) == set(alone.values())
+    assert min(accuracies(alone)) > 0.85
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])
@@ -114,14 +168,72 @@ def test_local_sgd(kind: str, workers: int) -> None:
         assert len(set(results.values())) == 1
 
 
-def test_a_checkpoint_continues_with_the_same_bits(tmp_path: Path) -> None:
-    """Saved by two servers after 30 steps and stopped at 34, loaded by one."""
-    run("checkpoint.py", str(tmp_path / "a"), "--steps", "34", workers=2, servers=2)
-    continued = run("checkpoint.py", str(tmp_path / "a"), "--steps", "55", workers=2)
-    undisturbed = run("checkpoint.py", str(tmp_path / "b"), "--steps", "55", workers=2, servers=2)
-    assert {text.partition(",")[0] for text in continued.values()} == {"from step 30 to 55"}
-    digests = {text.partition("digest ")[2] for results in (continued, undisturbed) for text in results.values()}
-    assert len(digests) == 1
+SMALL_GPT = ("--steps", "40", "--every", "10", "--width", "32", "--layers", "1", "--context", "32", "--batch", "4")
+SABOTEUR = """
+import os, pathlib, signal, threading, time
+node, marks = os.environ.get("KVD_NODE_ID", ""), pathlib.Path(__file__).parent
+name, _, steps = (marks / "victims").read_text().partition(" ")
+if os.environ.get("KVD_ROLE") == "worker" and node == name and not (marks / node).exists():
+    import torch
+    backward, calls, dies_at = torch.Tensor.backward, 0, [int(step) for step in steps.split()]
+    def stepping(self, *arguments, **keywords):
+        global calls
+        calls += 1
+        if calls == dies_at[0]:  # a server dies, and the training goes on
+            (marks / "server").touch()
+        if calls == dies_at[1]:
+            (marks / node).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward(self, *arguments, **keywords)
+    torch.Tensor.backward = stepping
+if node == "server-1" and not (marks / "server-died").exists():
+    def die():
+        while not (marks / "server").exists():
+            time.sleep(0.02)
+        (marks / "server-died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=die, daemon=True).start()
+"""
+
+
+def losses(text: str) -> float:
+    return float(text.partition("loss ")[2].partition(",")[0])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3, 4)]])
+def test_gpt_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    steps = sorted(chance.sample(range(2, 40), 2))
+    (tmp_path / "victims").write_text(f"worker-{chance.randrange(2)} {steps[0]} {steps[1]}")
+    (tmp_path / "sitecustomize.py").write_text(SABOTEUR)
+    copies = ("--replicas", "2")
+    killed = run("gpt.py", *SMALL_GPT, workers=2, servers=2, hook=tmp_path, launch=copies)
+    assert len(list(tmp_path.glob("worker-*"))) == 1
+    assert (tmp_path / "server-died").exists()
+    undisturbed = run("gpt.py", *SMALL_GPT, workers=2, servers=2, launch=copies)
+    assert len(set(undisturbed.values())) == 1
+    assert killed == undisturbed
+    assert losses(killed[0]) < 4  # that of even chances is 4.85
+
+
+@pytest.mark.timeout(300)
+def test_gpt_in_the_workers_learns_as_on_the_servers() -> None:
+    alone = run("gpt.py", *SMALL_GPT, "--batch", "8")
+    together = run("gpt.py", *SMALL_GPT, "--where", "workers", workers=2)
+    assert len(set(together.values())) == 1
+    assert abs(losses(together[0]) - losses(alone[0])) < 0.2  # other batches
+
+
+def test_gpt_with_rare_exchanges_goes_on_after_a_death_with_equal_weights(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    (tmp_path / "victims").write_text(f"worker-1 50 {chance.randrange(12, 38)}")
+    (tmp_path / "sitecustomize.py").write_text(SABOTEUR)
+    options = ("--where", "local-sgd", "--fragments", "2")
+    results = run("gpt.py", *SMALL_GPT, *options, workers=2, hook=tmp_path)
+    assert (tmp_path / "worker-1").exists()
+    assert len(set(results.values())) == 1
+    assert losses(results[0]) < 4
 
 
 KILLER = """
@@ -143,15 +255,23 @@ if last is not None and os.environ.get("KVD_ROLE") == "worker" and not (marks / 
 """
 
 
-def test_workers_that_die_need_no_checkpoint(tmp_path: Path) -> None:
-    """Worker 0 is killed before it saves step 10, worker 1 between two checkpoints."""
+def test_a_training_with_checkpoints_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """It is stopped at step 34, and goes on after the snapshot of 30 with another number of servers. Or worker 0 is
+    killed before it saves step 10, and worker 1 between two checkpoints."""
+    whole, parts, killed = tmp_path / "whole", tmp_path / "parts", tmp_path / "killed"
+    undisturbed = run("checkpoint.py", str(whole), "--steps", "55", workers=2)
+
+    run("checkpoint.py", str(parts), "--steps", "34", workers=2, servers=2)
+    continued = run("checkpoint.py", str(parts), "--steps", "55", workers=2)
+    assert {text.partition(",")[0] for text in continued.values()} == {"from step 30 to 55"}
+    digests = {text.partition("digest ")[2] for results in (continued, undisturbed) for text in results.values()}
+    assert len(digests) == 1
+
     (tmp_path / "sitecustomize.py").write_text(KILLER)
-    killed = run("checkpoint.py", str(tmp_path / "a"), "--steps", "25", workers=2, hook=tmp_path)
-    undisturbed = run("checkpoint.py", str(tmp_path / "b"), "--steps", "25", workers=2)
+    assert run("checkpoint.py", str(killed), "--steps", "55", workers=2, hook=tmp_path) == undisturbed
     assert (tmp_path / "worker-0").exists()
     assert (tmp_path / "worker-1").exists()
-    assert killed == undisturbed
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["step-000010", "step-000020"]
+    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in whole.iterdir())
 
 
 def test_a_checkpoint_has_the_state_of_the_optimizer(tmp_path: Path) -> None:
@@ -209,7 +329,7 @@ def test_all_workers_make_the_same_number_of_steps_whoever_comes_and_goes(small_
         kv.close()
         return steps
 
-    with LocalCluster(2, 1, max_workers=3) as cluster, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, LocalCluster(2, 1, max_workers=3) as cluster:
         stays, leaves = cluster.open_stores()
         trained = pool.submit(train, stays)
         steps = int(leaves.broadcast("steps", np.array([0]))[0])
@@ -221,10 +341,8 @@ def test_all_workers_make_the_same_number_of_steps_whoever_comes_and_goes(small_
 
 
 def test_fashion_mnist_says_where_the_files_are(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "fashion_mnist.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 1
-    assert "dataset-fashion-mnist" in done.stderr
+    with pytest.raises(SystemExit, match="dataset-fashion-mnist"):
+        run_here(str(EXAMPLES / "fashion_mnist.py"), [str(tmp_path)])
 
 
 def test_fashion_mnist_with_the_real_files() -> None:

@@ -142,7 +142,8 @@ def test_an_interrupted_phase_ends_all() -> None:
 
 
 def test_the_phases_run_every_test() -> None:
-    core, _, others, _ = phases("4")
+    core, _, others, repeated = phases("4")
+    assert all((ROOT / file).is_file() for file in repeated.command if file.startswith("tests/"))
     folders = {argument for argument in core.command if argument.startswith("tests/")}
     assert {f"--ignore={folder}" for folder in folders} == {a for a in others.command if a.startswith("--ignore")}
     assert all((ROOT / folder).is_dir() for folder in folders)

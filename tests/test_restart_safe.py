@@ -16,7 +16,7 @@ from kvd.config import child_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 110
-WORKERS = 3
+WORKERS = 2
 
 #: Runs a program file. Each of the VICTIMS among the workers kills itself once, at the push of a number: before that
 #: push, or while it is on its way. Every worker prints a digest of the final values of all keys that it has pushed.
@@ -119,7 +119,7 @@ def test_readme_survives_the_death_of_each_worker(folder: Path, block: int) -> N
     program = folder / f"block_{block}.py"
     program.write_text(blocks()[block])
     expected = undisturbed(folder, program)
-    deaths = ((0, 1, "before"), (1, 40, "during"), (2, 100, "before"))
+    deaths = ((0, 1, "before"), (1, 40, "during"))
     assert run(folder, program, deaths=deaths) == {expected}
 
 
@@ -127,7 +127,7 @@ def test_readme_survives_the_death_of_each_worker(folder: Path, block: int) -> N
     ("example", "arguments", "death"),
     [
         ("train.py", ("--epochs", "2"), 17),
-        ("digits_group.py", ("--epochs", "1", "--devices", "2"), 50),
+        pytest.param("digits_group.py", ("--epochs", "1", "--devices", "2"), 50, marks=pytest.mark.soak),
         pytest.param("torch_model.py", ("--epochs", "1", "--devices", "cpu"), 40, marks=pytest.mark.soak),
     ],
 )

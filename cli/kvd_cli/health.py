@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvd.core.machine import BEING_OPENED
+from kvd.protocol.messages import PathKind
+from kvd.transport.sealing import reason_over_tcp, remedy_for
 from kvd_cli.copies import (
     Partition,
     Report,
@@ -17,12 +20,12 @@ from kvd_cli.copies import (
     numbers_of,
     partitions_of,
 )
-from kvd_cli.slow_paths import slow_paths
 from kvd_cli.standstills import standstills_of
 
 SLICES_EACH: Final = 8
 """With this many slices per server, a server without any is no accident: the odds are a thousand to one."""
 
+_GONE: Final = ("left", "dead", "gone", "lost")
 _FROM_CHECKPOINT: Final = "start the job again from a checkpoint"
 
 
@@ -84,7 +87,7 @@ def health_of(report: Report) -> Health:
             "insecure: this cluster has no keys. Whoever reaches its ports can read and change everything, and end it. "
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
-    advice += slow_paths(report)
+    advice += _slow_paths(report)
     advice += [_emptied(name) for name in _empty_servers(report)]
     copies, fewer = degraded or differed or failed, _in_state(report, "worker", "lost", "back")
     shrunk = set(fewer).difference(_new(report))
@@ -210,3 +213,37 @@ def _empty_servers(report: Report) -> list[str]:
 
 def _emptied(name: str) -> str:
     return f"empty: {name} holds no keys, but others do. If it was restarted, its part is gone: {_FROM_CHECKPOINT}."
+
+
+def _slow_paths(report: Report) -> list[str]:
+    """A line for each reason why values travel between hosts by ZeroMQ's own encryption, in a cluster with keys."""
+    if report.get("insecure"):
+        return []  # nothing is encrypted
+    found: dict[str, list[str]] = {}
+    for way, reason in _fallbacks(report):
+        found.setdefault(reason, []).append(way)
+    return [
+        f"slow: {', '.join(dict.fromkeys(ways))} by ZeroMQ's own encryption (CURVE), which takes several times as long "
+        f"as an encrypted link: {reason}. {remedy_for(reason)}"
+        for reason, ways in found.items()
+    ]
+
+
+def _fallbacks(report: Report) -> Iterator[tuple[str, str]]:
+    """Each way between two hosts without a link, and why there is none."""
+    members = {f"{member['role']} {member['rank']}": member for member in report["members"]}
+    by_incarnation = {member.get("incarnation"): name for name, member in members.items()}
+    for server in report.get("servers", ()):
+        here = f"server {server['rank']}"
+        ways = [(worker, here, path) for worker, path in server.get("paths", {}).items()]
+        for incarnation, path in server.get("paths_to_servers", {}).items():
+            ways.append((here, by_incarnation.get(incarnation, ""), path))
+        for begin, end, path in ways:
+            kind, _, reason = path.partition(": ")
+            hosts = [members[name].get("host") for name in (begin, end) if _is_there(members.get(name))]
+            if kind == PathKind.ZMQ and reason != BEING_OPENED and len(set(hosts)) == 2:
+                yield f"{begin} → {end}", reason_over_tcp(reason)
+
+
+def _is_there(member: Report | None) -> bool:
+    return member is not None and member["state"] not in _GONE

@@ -59,17 +59,25 @@ class _Cursor:
         self._ended: set[tuple[str, str]] = set()  # owners of lines that were ended for others
 
     def write(self, owner: tuple[str, str], prefix: bytes, piece: bytes) -> None:
-        text = piece.rstrip(b"\r\n")
-        end = piece[len(text) :]
+        """Write a piece. A ``\\r`` in front of text sets the line back first."""
+        line = piece.lstrip(b"\r")
         with self._lock:
-            data = self._before(owner, prefix, text, end)
-            if data is None:
-                return
-            if self.is_coloured and b"\x1b" in text and end:
-                text += _PLAIN  # the colour of one node is not that of the next
-            self._write(owner, data + text + end)
-            self._is_at_begin = end == b"\r"
-            self._owner = None if end.endswith(b"\n") else owner
+            if len(line) < len(piece) and line.strip(b"\r\n"):
+                self._write_part(owner, prefix, b"\r")
+                piece = line
+            self._write_part(owner, prefix, piece)
+
+    def _write_part(self, owner: tuple[str, str], prefix: bytes, part: bytes) -> None:
+        text = part.rstrip(b"\r\n")
+        end = part[len(text) :]
+        data = self._before(owner, prefix, text, end)
+        if data is None:
+            return
+        if self.is_coloured and b"\x1b" in text and end:
+            text += _PLAIN  # the colour of one node is not that of the next
+        self._write(owner, data + text + end)
+        self._is_at_begin = end == b"\r"
+        self._owner = None if end.endswith(b"\n") else owner
 
     def _before(self, owner: tuple[str, str], prefix: bytes, text: bytes, end: bytes) -> bytes | None:
         """Return what comes before the text; None if nothing is to be written."""

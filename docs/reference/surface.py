@@ -16,7 +16,20 @@ from typing import Any
 from pdoc import doc_ast
 from pdoc.doc import Class, Doc, Function, Module, Namespace, Variable
 
-MODULES = ("kvd", "kvd.aio", "kvd.optimizer", "kvd.optimizer.schedule", "kvd.initializer", "kvd.errors", "kvd.parallel")
+MODULES = (
+    "kvd",
+    "kvd.aio",
+    "kvd.optimizer",
+    "kvd.optimizer.schedule",
+    "kvd.initializer",
+    "kvd.errors",
+    "kvd.parallel",
+    "kvd.torch",
+    "kvd.jax",
+    "kvd.compat.horovod.torch",
+    "kvd.compat.byteps.torch",
+    "kvd.compat.mx",
+)
 """The documented modules; what they export is public."""
 
 OURS = {

@@ -107,6 +107,12 @@ def rank_variables(
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
+def local_world_size(environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of workers on this host, as the launcher has set it in ``LOCAL_WORLD_SIZE``; 1 without it."""
+    environ = os.environ if environ is None else environ
+    return max(1, read_integer(environ.get("LOCAL_WORLD_SIZE", "")) or 1)
+
+
 def torch_rendezvous(address: str, port: int) -> dict[str, str]:
     """Return the variables by which the workers of a job meet in ``torch.distributed``.
 

@@ -155,6 +155,8 @@ class Transfer:
     some_rows: bool = False  # some items are rows of tables
     takes: TakenForm | None = None  # without a push
     finds: Callable[[Sequence[KeySpec]], None] | None = None  # gets the specs of the keys, one per item, as it starts
+    whole: Any = None  # the sources side by side, as in a message that has all of them
+    in_few: bool = False  # in as few messages as there can be: others are under way meanwhile
 
 
 class ListTransfer(NamedTuple):

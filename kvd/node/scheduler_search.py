@@ -252,32 +252,23 @@ def problem_without_key(finding: Finding, address: str) -> str:
     return problem_of(finding, address, None) if finding.outcome is Outcome.NOT_ZMQ else ""
 
 
+_PROBLEMS: Final = {
+    Outcome.WITH_KEYS: "the scheduler at {address} expects a key, and this process runs without (--insecure, "
+    "KVD_INSECURE=1): leave that out, and give the scheduler's key with --keyfile (KVD_KEYFILE) if it is not this "
+    "user's own",
+    Outcome.WITHOUT_KEYS: "the scheduler at {address} runs without keys (--insecure), and this process has {own}: "
+    "start the scheduler again with keys, or give --insecure (KVD_INSECURE=1) here, too",
+    Outcome.OTHER_KEY: "the scheduler at {address} has another key than this process, which has {own}: name the "
+    "scheduler's key with --keyfile (KVD_KEYFILE), or import it: kvd key export on its host, kvd key import here",
+    Outcome.NOT_ADMITTED: "the scheduler at {address} does not let this process in, which has {own}: add its public "
+    "key to the scheduler's list of allowed keys, and send the scheduler SIGHUP",
+    Outcome.NOT_ZMQ: "what listens at {address} is no kvd scheduler, but {detail}: correct the address (--scheduler, "
+    "KVD_SCHEDULER)",
+}
+"""By what a handshake showed: what is wrong, and what to do. Waiting may help in the other cases."""
+
+
 def problem_of(finding: Finding, address: str, curve: Curve | None) -> str:
     """What is wrong, and what to do about it; "" if waiting may help."""
     own = "no key" if curve is None else f"{curve.origin} (public key {fingerprint(curve.own.public)})"
-    if finding.outcome is Outcome.WITH_KEYS:
-        return (
-            f"the scheduler at {address} expects a key, and this process runs without (--insecure, KVD_INSECURE=1): "
-            "leave that out, and give the scheduler's key with --keyfile (KVD_KEYFILE) if it is not this user's own"
-        )
-    if finding.outcome is Outcome.WITHOUT_KEYS:
-        return (
-            f"the scheduler at {address} runs without keys (--insecure), and this process has {own}: start the "
-            "scheduler again with keys, or give --insecure (KVD_INSECURE=1) here, too"
-        )
-    if finding.outcome is Outcome.OTHER_KEY:
-        return (
-            f"the scheduler at {address} has another key than this process, which has {own}: name the scheduler's key "
-            "with --keyfile (KVD_KEYFILE), or import it: kvd key export on its host, kvd key import here"
-        )
-    if finding.outcome is Outcome.NOT_ADMITTED:
-        return (
-            f"the scheduler at {address} does not let this process in, which has {own}: add its public key to the "
-            "scheduler's list of allowed keys, and send the scheduler SIGHUP"
-        )
-    if finding.outcome is Outcome.NOT_ZMQ:
-        return (
-            f"what listens at {address} is no kvd scheduler, but {finding.detail}: correct the address (--scheduler, "
-            "KVD_SCHEDULER)"
-        )
-    return ""
+    return _PROBLEMS.get(finding.outcome, "").format(address=address, own=own, detail=finding.detail)

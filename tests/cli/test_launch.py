@@ -371,6 +371,8 @@ def test_prefixed_lines(capfd: pytest.CaptureFixture[str]) -> None:
         (["a:50%\r", "b:line\n", "a:60%\r", "a:\n"], "a | 50%\r\nb | line\na | 60%\r\n"),
         (["a:one\r\n", "a:two\n", "a:\n"], "a | one\r\na | two\na | \n"),
         (["a:x", "a:\r\n"], "a | x\r\n"),
+        (["a:\r 0%|", "a:\r 50%\r", "a: 60%"], "a |  0%|\ra |  50%\ra |  60%"),
+        (["a:\r 0%|", "b:line\n", "a:\r 50%"], "a |  0%|\nb | line\na |  50%"),
     ],
 )
 def test_lines_that_are_not_complete(pieces: list[str], shown: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -402,7 +404,7 @@ def test_a_progress_bar_a_prompt_and_a_log_in_a_pipe(spawn: Spawn, tmp_path: Pat
     assert b"worker-0  |  10%|#\rworker-0  |  20%|##\n" in re.sub(rb"\n(launch|s\w+(-\d)?) +\|[^\n]*", b"", said)
     assert not [line for line in said.splitlines() if b'{"ts"' in line], "a log for people"
     log = (tmp_path / "logs" / "worker-0.log").read_bytes()
-    assert all(line in log for line in (b" 10%|#", b"name? ", b"hello Zoe\n", b" 20%|##")), log
+    assert all(line in log for line in (b"\r 10%|#\n", b"name? ", b"hello Zoe\n", b"\r 20%|##\n")), log
 
 
 @pytest.mark.parametrize(

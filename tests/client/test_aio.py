@@ -59,6 +59,9 @@ async def test_every_member(kind: str, tmp_path: Path) -> None:
             assert (await kv.broadcast_async("v", ones() * 6, out=out)).tolist() == [6] * 4
             assert await kv.clock("w") == await kv.version("w") == 5
             await kv.init_async(["a", "b"], [ones(), ones()])
+            made, pushed = kv.init_async("c", ones()), kv.push_async("c", ones() * 2)
+            assert (await kv.pull("c")).tolist() == [2] * 4
+            await asyncio.gather(made, pushed)
             await kv.flush()
             await kv.barrier("b", timeout=10)
             assert await kv.send_command_to_servers("ping", b"x") == [b"x"] * kv.num_servers

@@ -114,3 +114,19 @@ def test_without_servers_a_timeout_names_no_late_worker() -> None:
         exchange = Exchange(kv)
         cluster.servers[0].stop()
         assert exchange.late_workers() == ()
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_an_error_that_is_kept_is_raised_once(kind: str) -> None:
+    with LocalCluster(1, 1) as cluster:
+        kv = kvd.create("local") if kind == "local" else cluster.store()
+        kv.init(["a", "b"], [np.zeros(1), np.zeros(1)])
+        exchange = Exchange(kv)
+        for use in (lambda: kv.push("a", np.ones(1)), kv.flush):
+            error = NotAllowed("in a callback", key="a")
+            exchange.keep_error(["a"], error)
+            kv.push("b", np.ones(1)).wait()  # it is not about this key
+            with pytest.raises(NotAllowed) as raised:
+                use()
+            assert raised.value is error
+            use()

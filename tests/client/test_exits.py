@@ -42,6 +42,8 @@ class Store:
         write(1, ("@" f"@ {self.name}{how}\\n").encode())
 """
 
+WITH_PROPERTY = "class E(SystemExit):\n    @property\n    def code(self):\n        return {code}"
+
 #: How a program ends: by which code, and whether that is a failure. None: it never says.
 WAYS: dict[str, tuple[str, bool | None]] = {
     "the end": ("pass", False),
@@ -68,6 +70,15 @@ WAYS: dict[str, tuple[str, bool | None]] = {
     "argparse help": ("import argparse; argparse.ArgumentParser().parse_args(['--help'])", False),
     "an exit that a finally sees": ("try:\n    sys.exit(3)\nfinally:\n    pass", True),
     "an exit with another code": ("try:\n    sys.exit(3)\nexcept SystemExit as e:\n    e.code = 0\n    raise", False),
+    "a class with its own code": ("class E(SystemExit):\n    code = 3\nraise E", True),
+    "a class whose instances have another one": (
+        "class E(SystemExit):\n    code = 3\nerror = E()\nassert E.code == 3\nerror.code = 0\nraise error",
+        False,
+    ),
+    "a class with a property": (f"{WITH_PROPERTY.format(code=3)}\nraise E(0)", True),
+    "a class with a property, 0": (f"{WITH_PROPERTY.format(code=0)}\nclass F(E):\n    pass\nraise F(3)", False),
+    "a class that is older than the store": ("raise Older", True),
+    "a subclass of an older one": ("class E(Older):\n    code = 0\nraise E(3)", False),
     "an exit that is caught": ("try:\n    sys.exit(3)\nexcept SystemExit as e:\n    assert e.code == 3", False),
     "caught, then another one": ("try:\n    sys.exit(0)\nexcept SystemExit:\n    sys.exit(3)", True),
     "caught, then an error": ("try:\n    sys.exit(0)\nexcept SystemExit:\n    1 / 0", True),
@@ -100,6 +111,10 @@ WAYS: dict[str, tuple[str, bool | None]] = {
 
 ENDS_IN_EVERY_WAY = """
 import json
+
+class Older(SystemExit):
+    code = 3
+
 for name, code in json.loads(sys.argv[1]).items():
     child = os.fork()
     if child == 0:
@@ -135,6 +150,23 @@ def test_the_exit_status_decides_whether_a_program_failed() -> None:
     assert said_by("-c", PROBE + ENDS_IN_EVERY_WAY, code) == [
         f"{name}: {wanted(failed)}" for name, (_, failed) in WAYS.items() if failed is not None
     ]
+
+
+SEVERAL = """
+class Interrupted(Store):
+    def end_close(self, leaving):
+        super().end_close(leaving)
+        if not seen:
+            seen.append(self)
+            raise KeyboardInterrupt
+
+seen = []
+stores = [Interrupted() for _ in range(3)]
+"""
+
+
+def test_all_stores_leave_though_a_signal_handler_raises_while_one_is_waited_for() -> None:
+    assert said_by("-c", PROBE + SEVERAL) == ["well, meets the others", "failed", "failed"]
 
 
 TYPO = "pritn(1)\n"

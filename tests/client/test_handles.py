@@ -124,9 +124,30 @@ def test_flush_raises_the_first_error_with_the_others_as_notes(kv: kvd.KVStore) 
     with pytest.raises(ShapeMismatch) as caught:
         kv.flush()
     assert "(5,)" in str(caught.value)
-    assert len(caught.value.__notes__) == 1
-    assert "(6,)" in caught.value.__notes__[0]
+    first, also = caught.value.__notes__
+    assert first == "the call that failed is an earlier push of 'w', which nobody waited for"
+    assert "(6,)" in also
     kv.flush()
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_an_unobserved_error_says_which_call_it_was(kind: str, cluster: LocalCluster) -> None:
+    kv = kvd.create("local") if kind == "local" else cluster.store()
+    kv.init("w", ones())
+    kv.set_optimizer(kvd.optimizer.SGD(1.0))
+    calls: dict[str, Any] = {"push": kv.push, "pushpull": kv.pushpull_async, "init": kv.init_async}
+    for step in kv.steps(2):
+        for name, call in calls.items() if step else ():
+            handle = call("w", ones(5))
+            while not handle.done():
+                time.sleep(0.001)
+            with pytest.raises(ShapeMismatch) as caught:
+                kv.pull("w")
+            text = f"the call that failed is an earlier {name} of 'w' in step 1, which nobody waited for"
+            assert caught.value.__notes__ == [text]
+        kv.pushpull("w", ones())
+    kv.set_barrier_before_exit(False)
+    kv.close()
 
 
 def test_close_raises_unobserved_errors() -> None:
@@ -171,6 +192,50 @@ def test_errors_of_the_other_async_forms_are_not_lost(kv: kvd.KVStore) -> None:
         time.sleep(0.001)
     with pytest.raises(ShapeMismatch):
         kv.pull("w")
+
+
+def test_calls_behind_an_init_that_is_under_way_wait_for_it(pair: Pair) -> None:
+    one, other = pair
+
+    def program(store: kvd.KVStore) -> list[Handle]:
+        return [
+            store.init_async("v", ones()),
+            store.push("v", ones()),
+            store.pull_async("v"),
+            store.pushpull_async(["w", "v"], [ones(), 2 * ones()], [ones(), ones()]),
+        ]
+
+    handles = program(other)
+    assert not any(handle.done() for handle in handles)
+    for _, _, pulled, both in (program(one), handles):
+        assert pulled.wait(60).tolist() == [2] * 4
+        assert [value.tolist() for value in both.wait(60)] == [[2] * 4, [4] * 4]
+
+
+def test_calls_behind_an_init_that_fails_get_its_error(pair: Pair) -> None:
+    one, other = pair
+    init = other.init_async("v", ones(3))
+    calls = [
+        other.push("v", ones(3)),
+        other.pull_async("v"),
+        other.pushpull_async(["w", "v"], [ones(), ones(3)], [ones(), ones(3)]),
+    ]
+    one.init("v", ones(5))
+    for handle in (init, *calls):
+        with pytest.raises(ShapeMismatch, match=r"key 'v' has shape \(5,\), the given value has \(3,\)"):
+            handle.wait(60)
+    assert other.pull("v").tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_calls_behind_an_init_in_one_worker(kind: str, cluster: LocalCluster) -> None:
+    with kvd.create("local") if kind == "local" else cluster.store() as kv:
+        kv.init_async(["a", "b"], [ones(), ones()])
+        kv.push("a", 2 * ones())
+        assert [value.tolist() for value in kv.pushpull(["a", "b"], [3 * ones(), ones()])] == [[3] * 4, [1] * 4]
+        with pytest.raises(ShapeMismatch, match=r"key 'a' has shape \(4,\), the given value has \(5,\)"):
+            kv.init("a", ones(5))
+        assert kv.pull("a").tolist() == [3] * 4
 
 
 def test_threads_push_different_keys_at_once(kv: kvd.KVStore) -> None:

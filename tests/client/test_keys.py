@@ -131,6 +131,13 @@ def test_a_list_of_one_key_takes_and_gives_lists() -> None:
         assert value.tolist() == kv.pull("7").tolist() == [1, 1]
         with pytest.raises(NotAllowed, match="a list of keys needs as many values in a list: 1, got a ndarray"):
             kv.push([7], np.ones(2, np.float32))
+        values = {"7": np.ones(2, np.float32)}
+        for lazy in (values.values(), iter(values.values())):
+            with pytest.raises(NotAllowed, match=r"as many outs in a list: 1, got a \w+, not a list: pass list\(…\)"):
+                kv.pull([7], out=lazy)
+        for keys in (values.keys(), iter(values)):
+            with pytest.raises(NotAllowed, match=r"keys are a list or a tuple, not \w+: pass list\(…\) of it"):
+                kv.pull(keys)
         for wrong in ([7, True], [7, None], [7, ["w"]]):
             with pytest.raises(NotAllowed, match="a key is a str or an int"):
                 kv.pull(wrong)

@@ -61,6 +61,9 @@ def test_a_silent_node_counts_as_dead_only_after_the_given_time() -> None:
     }
 
 
+EARLIER = "the call that failed is an earlier call {}, which nobody waited for"
+
+
 def test_the_first_unobserved_error_is_raised_once_with_the_others_as_notes() -> None:
     unobserved = UnobservedErrors()
     first, other, elsewhere = NotAllowed("first"), NotAllowed("other"), NotAllowed("elsewhere")
@@ -70,7 +73,7 @@ def test_the_first_unobserved_error_is_raised_once_with_the_others_as_notes() ->
     assert seen.exception() is not None
     with pytest.raises(NotAllowed, match="first") as caught:
         unobserved.raise_for(["a", "c"])
-    assert caught.value.__notes__ == ["also: other"]
+    assert caught.value.__notes__ == [EARLIER.format("of 'a'"), "also: other"]
     unobserved.raise_for(["a", "c"])
     with pytest.raises(NotAllowed, match="elsewhere"):
         unobserved.raise_for(None)
@@ -111,7 +114,7 @@ def test_the_failed_calls_that_are_kept_are_bounded_and_a_call_on_any_key_raises
     assert len(unobserved) == MOST_KEPT
     with pytest.raises(NotAllowed, match="call 0") as caught:
         unobserved.raise_for(["mine"])
-    also = caught.value.__notes__
+    also = caught.value.__notes__[1:]
     assert also[: MOST_NOTES + 1] == [
         *(f"also: call {number}" for number in range(1, MOST_NOTES + 1)),
         f"also: {MOST_KEPT + 5 - 1 - MOST_NOTES} more calls failed",
@@ -158,7 +161,8 @@ def test_close_raises_the_unobserved_error_first_and_notes_its_own(is_watched: b
             failed(NotAllowed("the flush"))
         )
     assert str(caught.value) == ("the push" if is_watched else "the flush")
-    assert getattr(caught.value, "__notes__", []) == (["also: the flush"] if is_watched else [])
+    notes = [EARLIER.format("of 'a'"), "also: the flush"] if is_watched else []
+    assert getattr(caught.value, "__notes__", []) == notes
     assert stopped == ["stopped"]
 
 

@@ -536,6 +536,37 @@ def test_two_signals_at_any_two_moments_run_their_handlers_once_each() -> None:
         assert moments > 100
 
 
+def test_a_handler_is_held_from_the_moment_of_its_installation() -> None:
+    """Also in a section of a handler that runs while `signal.signal` is under way."""
+    is_open, early = threading.Event(), []
+
+    @uninterrupted
+    def work() -> None:
+        is_open.set()
+        signal.raise_signal(signal.SIGCHLD)
+        is_open.clear()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if is_open.is_set():
+            early.append(number)
+
+    def install() -> None:
+        signal.signal(signal.SIGCHLD, note)
+
+    with handler(SIGNAL, lambda number, frame: work()), handler(signal.SIGCHLD, signal.SIG_DFL):
+        moment = 1
+        while True:
+            arrival = Arrival({moment: SIGNAL}, by_bytecode=True)
+            arrival.during(install)
+            work()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if not arrival.places:
+                break
+            moment += 1
+    assert moment > 20
+    assert not early
+
+
 def test_a_section_of_another_thread_leaves_handlers_alone() -> None:
     seen: list[Any] = []
 

@@ -16,9 +16,12 @@ FLOAT = np.float32
 ROW_SPARSE: Any = kvd.RowSparse  # with arguments that are wrong
 
 
+TABLE = kvd.RowSparse(shape=(10, 2), initializer=kvd.initializer.Constant(1.0))
+
+
 def new_store(kind: str = "local", **settings: Any) -> Any:
     kv = kvd.create(kind, **settings)
-    kv.init("t", kvd.RowSparse(shape=(10, 2), initializer=kvd.initializer.Constant(1.0)))
+    kv.init("t", TABLE)
     kv.init("w", np.zeros(3, FLOAT))
     return kv
 
@@ -205,10 +208,13 @@ BAD: list[tuple[Callable[[Any], Any], type[KvdError], str]] = [
     (lambda kv: kv.pushpull("w", kvd.RowSparseArray([1], rows(1))), NotAllowed, "only some rows: pass out="),
     (lambda kv: kv.broadcast("t", rows(10)), NotAllowed, "'t' is a table"),
     (lambda kv: kv.bind("t"), NotAllowed, "'t' is a table"),
-    (lambda kv: kv.init("t", kvd.RowSparse(shape=(1, 1))), KeyExists, "live already"),
-    (lambda kv: kv.init("t", rows(10)), KeyExists, "live already"),
+    (lambda kv: kv.init("t", TABLE), KeyExists, "live already"),
+    (lambda kv: kv.init("t", kvd.RowSparse(shape=(1, 1))), ShapeMismatch, r"'t' has 10 rows of shape \(2,\)"),
+    (lambda kv: kv.init("t", rows(10)), NotAllowed, "'t' is a table"),
+    (lambda kv: kv.init("w", rows(10)), ShapeMismatch, r"'w' has shape \(3,\), the given value has \(10, 2\)"),
+    (lambda kv: kv.init("w", kvd.RowSparse(shape=(3,))), NotAllowed, "'w' is no table"),
     (lambda kv: kv.init("x", kvd.RowSparseArray([1], rows(1))), NotAllowed, "then push the rows"),
-    (lambda kv: kv.init(["x", "w"], [kvd.RowSparse(shape=(1,)), rows(1)]), KeyExists, "'w'"),
+    (lambda kv: kv.init(["x", "w"], [kvd.RowSparse(shape=(1,)), np.zeros(3, FLOAT)]), KeyExists, "'w'"),
 ]
 
 

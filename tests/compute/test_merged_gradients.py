@@ -91,9 +91,12 @@ def test_numpy_gives_every_server_the_same_bits(rule: Optimizer, dtype: str) -> 
         three_servers(rule, dtype, 0, 2, "sum")
 
 
+#: Each rule and each dtype. `test_compiled_bits` has all pairs, without the merged gradients.
+COMPILED = [(rule, FLOATS[place % len(FLOATS)]) for place, rule in enumerate(RULES)]
+
+
 @needs_numba
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize(("rule", "dtype"), COMPILED, ids=repr)
 def test_compiled_loops_give_every_server_the_same_bits(rule: Optimizer, dtype: str) -> None:
     assert warm_up(rule, DTYPES[dtype], keeps_merged=True), kernels_in_use()
     with only_compiled() as used:

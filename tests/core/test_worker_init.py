@@ -9,11 +9,12 @@ import pytest
 from kvd.core import requests
 from kvd.core.machine import Tick
 from kvd.core.requests import Item
-from kvd.errors import KeyExists, NotAllowed
+from kvd.errors import KeyExists, KeyNotFound, NotAllowed, ShapeMismatch
 from kvd.protocol.messages import (
     Activate,
     ClockQuery,
     Clocks,
+    Delete,
     Done,
     ErrorCode,
     Init,
@@ -25,7 +26,7 @@ from kvd.protocol.messages import (
     Refused,
 )
 from tests.core.fakes import SLICE, info_of, one, server_id, uint8
-from tests.core.worker_harness import Harness
+from tests.core.worker_harness import Harness, ready
 
 # ── init ──
 
@@ -52,7 +53,10 @@ def test_worker_0_makes_a_key_and_publishes_it_when_all_slices_are_there() -> No
     assert harness.result(call) is None
     harness.push("w", spec=uint8(2 * SLICE))
     assert len(harness.waiting(Push)) == 2
-    assert isinstance(harness.error(make(harness)), KeyExists)
+    assert isinstance(harness.error(make(harness, count=2 * SLICE)), KeyExists)
+    other = harness.error(make(harness))
+    assert isinstance(other, ShapeMismatch)
+    assert all(shape in str(other) for shape in (f"({2 * SLICE},)", "(1,)"))
 
 
 @pytest.mark.parametrize("kind", [Init, Publish])
@@ -124,6 +128,120 @@ def test_worker_0_may_look_up_a_key_while_it_makes_it() -> None:
     assert harness.clocks() == [("w", 0, 1)]
 
 
+# ── calls behind an init that is under way ──
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_call_behind_an_init_waits_for_it(rank: int, pull: bool) -> None:
+    harness = ready("v", rank=rank)
+    init = make(harness)
+    call = harness.push("v", "w", pull=pull)
+    read = harness.pull("w")
+    assert len(harness.waiting(Lookup)) == rank  # that of the init
+    if rank == 0:
+        harness.reply(harness.take(Init), Done)
+        assert not harness.waiting(Push)
+        harness.reply(harness.take(Publish), Done)
+    else:
+        harness.found()
+    assert harness.result(init) is None
+    assert {"v", "w"} == {key for key, _, _ in harness.clocks()}
+    assert not harness.waiting(Lookup)
+    assert not {call, read} & harness.done.keys()
+
+
+@pytest.mark.parametrize("kind", [Init, Publish])
+def test_a_call_behind_an_init_that_fails_gets_its_error(kind: Any) -> None:
+    harness = ready("v")
+    init = make(harness)
+    pushes = [harness.push("w"), harness.push("v", "w", pull=True)]
+    if kind is Publish:
+        harness.reply(harness.take(Init), Done)
+    harness.refuse(kind, ErrorCode.NOT_ALLOWED)
+    errors = {str(harness.error(call)) for call in (init, *pushes)}
+    assert len(errors) == 1
+    assert "because" in errors.pop()
+    harness.push("v")
+    assert harness.clocks() == [("v", 0, 1)]  # that key's queue is free
+
+
+def test_a_call_behind_an_init_of_another_shape_gets_its_error() -> None:
+    harness = Harness(rank=1)
+    init = make(harness, count=2)
+    push = harness.push("w")
+    harness.found()
+    assert "has shape (1,)" in str(harness.error(init))
+    assert harness.error(push) is harness.error(init)
+
+
+def test_a_call_behind_the_init_of_a_key_that_is_live_does_not_fail() -> None:
+    harness = Harness(rank=0, predecessor="left")
+    init = make(harness)
+    pull = harness.pull("w")
+    harness.found()
+    assert isinstance(harness.error(init), KeyExists)
+    harness.found()
+    assert pull not in harness.done
+
+
+def test_calls_behind_an_init_that_timed_out_ask_for_the_key_themselves() -> None:
+    harness = Harness()
+    init = make(harness, timeout_s=1)
+    pull, described = harness.pull("w"), harness.call(requests.DescribeKey("w"))
+    assert not harness.waiting(Lookup)
+    harness.wait(1)
+    assert harness.error(init).outcome == "unknown"
+    harness.missing()
+    assert {type(harness.error(call)) for call in (pull, described)} == {KeyNotFound}
+
+
+def test_a_call_behind_two_inits_waits_for_the_second() -> None:
+    harness = Harness()
+    first, second = make(harness), make(harness, count=2)
+    push = harness.push("w", spec=uint8(2))
+    harness.refuse(Init, ErrorCode.NOT_ALLOWED)
+    assert first in harness.done
+    assert push not in harness.done
+    harness.reply(harness.take(Init), Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.result(second) is None
+    assert harness.clocks() == [("w", 0, 1)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_behind_an_init_behind_a_deletion(fails: bool) -> None:
+    harness = ready("w")
+    deletion = harness.call(requests.DeleteKeys(("w",)))
+    init = make(harness, timeout_s=1)
+    push = harness.push("w")
+    if fails:
+        harness.wait(1)
+        assert harness.error(init).outcome == "not_sent"
+    harness.reply(harness.take(Delete), Done)
+    assert harness.result(deletion) is None
+    if fails:
+        harness.missing()
+        assert isinstance(harness.error(push), KeyNotFound)
+        return
+    assert not harness.waiting(Lookup)
+    harness.reply(harness.take(Init), Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.result(init) is None
+    assert harness.clocks() == [("w", 0, 1)]
+
+
+def test_a_call_whose_look_up_failed_waits_for_an_init_that_came_meanwhile() -> None:
+    harness = Harness()
+    pull = harness.pull("w")
+    make(harness)
+    harness.missing()
+    assert pull not in harness.done
+    harness.reply(harness.take(Init), Done)
+    harness.reply(harness.take(Publish), Done)
+    assert harness.clocks(Pull) == [("w", 0, 0)]
+
+
 # ── a successor ──
 
 
@@ -192,14 +310,14 @@ def test_a_successor_whose_question_is_refused_asks_again_later(kind: Any) -> No
 
 def test_two_calls_at_once_take_over_a_clock_once() -> None:
     harness = Harness(rank=1, predecessor="dead")
-    call = make(harness)
     harness.push("w")
+    call = make(harness)
     for _ in range(2):
         harness.found()
     clocks(harness, 3, 3)
-    assert harness.result(call) is None
     assert harness.clocks() == [("w", 0, 4)]
     clocks(harness, 3, 3)
+    assert harness.result(call) is None
     harness.push("w")
     assert harness.clocks() == [("w", 0, 4), ("w", 0, 5)]
 

@@ -68,6 +68,12 @@ def test_a_call_of_much_takes_larger_messages_but_still_several() -> None:
     assert len(plan_messages(one, SLICE, most=MOST)) == 16
 
 
+def test_a_call_beside_others_takes_few_messages() -> None:
+    for count, wanted in ((1, 1), (2, 1), (4, 1), (5, 2), (9, 3)):
+        keys = [keys_of([str(number)], uint8(SLICE))[0] for number in range(count)]
+        assert len(plan_messages(keys, SLICE, most=MOST, least=1)) == wanted
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_what_a_server_has_of_a_key_is_not_divided_if_it_fits(servers: int) -> None:
     sizes = [SLICE // 2, 3 * SLICE + 8, 2 * SLICE, 100, 4 * SLICE, 5 * SLICE, 3 * SLICE] * 8

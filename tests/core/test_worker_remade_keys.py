@@ -130,9 +130,9 @@ def test_a_server_that_knows_of_deletions_is_asked_again_with_a_new_creation() -
 
 def test_a_late_answer_about_the_deleted_key_is_not_believed() -> None:
     harness = Harness(rank=1)
-    init = make(harness)
     pull = harness.pull("w")
     late = harness.sent.pop()
+    init = make(harness)
     harness.found()
     assert harness.result(init) is None
     harness.values(Pull, (0,), b"\1")
@@ -148,11 +148,11 @@ def test_a_late_answer_about_the_deleted_key_is_not_believed() -> None:
 
 def test_a_late_clock_of_the_deleted_key_is_not_believed() -> None:
     harness = Harness(rank=1, predecessor="dead")
-    init = make(harness)
     harness.pull("w")
+    init = make(harness)
     for _ in range(2):
         harness.found()
-    early, late = harness.take(ClockQuery), harness.take(ClockQuery)
+    late, early = harness.take(ClockQuery), harness.take(ClockQuery)
     harness.say(early.peer, Clocks(early.message.request, 7, 7, 7, 7))  # type: ignore[union-attr]
     assert harness.result(init) is None
     harness.values(Pull, (7,), b"\1")

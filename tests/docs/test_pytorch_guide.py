@@ -19,7 +19,7 @@ from tests.docs.sources_harness import ROOT
 
 GUIDE = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 TIMEOUT_S = 115
-NEXT_BATCH = "    x, y = next(batches)\n"
+START_OF_STEP = "    order = torch.randperm("
 PAUSE = """
     import pathlib, time
     if step in (20, 40):
@@ -29,6 +29,9 @@ PAUSE = """
 """
 
 DDP = """
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -36,7 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kvd.data import digits
 
-dist.init_process_group("gloo")
+meeting = f"file://{Path('meeting').absolute()}"
+dist.init_process_group("gloo", init_method=meeting, rank=int(sys.argv[1]), world_size=2)
 torch.manual_seed(dist.get_rank())
 model = DistributedDataParallel(
     torch.nn.Sequential(
@@ -126,8 +130,8 @@ def test_a_training_ends_with_the_same_bits_though_a_worker_and_a_server_are_kil
     undisturbed = start(command, tmp_path, environment, tmp_path / "undisturbed")
     assert undisturbed.wait(TIMEOUT_S) == 0, (tmp_path / "undisturbed").read_text()
 
-    assert NEXT_BATCH in program("servers.py")
-    (tmp_path / "servers.py").write_text(program("servers.py").replace(NEXT_BATCH, NEXT_BATCH + PAUSE))
+    assert START_OF_STEP in program("servers.py")
+    (tmp_path / "servers.py").write_text(program("servers.py").replace(START_OF_STEP, PAUSE + START_OF_STEP))
     log = tmp_path / "log"
     launcher = start(command, tmp_path, environment, log)
 
@@ -154,14 +158,14 @@ def test_gradient_means_give_the_losses_of_ddp(tmp_path: Path, environment: dict
     (tmp_path / "ddp.py").write_text(DDP)
     command = commands("workers.py")[0]
     job = start(command, tmp_path, environment, tmp_path / "job")
-    elastic = "-m torch.distributed.run --standalone --nproc-per-node 2"
-    ddp = start(f"python {elastic} ddp.py", tmp_path, environment, tmp_path / "ddp")
-    assert (job.wait(TIMEOUT_S), ddp.wait(TIMEOUT_S)) == (0, 0), (tmp_path / "job").read_text()
+    ddp = [start(f"python ddp.py {rank}", tmp_path, environment, tmp_path / f"ddp-{rank}") for rank in range(2)]
+    assert [process.wait(TIMEOUT_S) for process in (job, *ddp)] == [0] * 3, (tmp_path / "job").read_text()
 
-    def losses(log: str) -> dict[str, str]:
-        return dict(re.findall(r"worker (\d): loss ([\d.e+-]+)", (tmp_path / log).read_text()))
+    def losses(*logs: str) -> dict[str, str]:
+        texts = [(tmp_path / log).read_text() for log in logs]
+        return dict(re.findall(r"worker (\d): loss ([\d.e+-]+)", "".join(texts)))
 
-    assert losses("job") == losses("ddp")
+    assert losses("job") == losses("ddp-0", "ddp-1")
     assert set(losses("job")) == {"0", "1"}
 
 

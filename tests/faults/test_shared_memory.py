@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "slice_bytes": "1MiB",
 }
 STEPS = 16
-LONGEST_STEP_S = 0.08  # about: a random moment of a step is within it
+LONGEST_STEP_S = 0.03  # about: a random moment of a step is within it
 
 TRAINS = """
 import hashlib, json, pathlib, sys, time
@@ -42,7 +42,7 @@ def wait_for_permission():
         time.sleep(0.01)
 
 steps, go = int(sys.argv[1]), pathlib.Path(sys.argv[2])
-keys, shapes = ["large", "small", "medium"], [(3, 1 << 20), (5,), (300, 700)]
+keys, shapes = ["large", "small", "medium"], [(3, 1 << 18), (5,), (150, 350)]
 result = {}
 try:
     with kvd.create("dist_sync") as kv:
@@ -104,10 +104,9 @@ class Job:
 def job(workers: int, servers: int, **how: Any) -> Iterator[Job]:
     with LocalCluster(workers, servers, processes=True, **{"path": "shm", **SETTINGS, **how}) as cluster:
         started = Job(cluster)
-        before = set(os.listdir("/dev/shm"))
         try:
             yield started
-            assert set(os.listdir("/dev/shm")) <= before
+            assert not [name for name in os.listdir("/dev/shm") if "kvd" in name]  # others have files there, too
         finally:
             for worker in started.workers:
                 worker.kill()
@@ -292,7 +291,7 @@ with open('/dev/shm/full', 'wb') as file:
 """
 )
 NO_MEMFD = "import os\ndel os.memfd_create\n"
-NO_SPACE = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+NO_SPACE = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))\n"
 
 
 def is_permitted(prelude: str) -> bool:
@@ -330,7 +329,6 @@ WITHOUT_SPACE = "unix socket: no shared memory: File too large"
         pytest.param("", "", SHARED, SHARED, id="nothing missing"),
         pytest.param(NO_MEMFD, "", SHARED, WITHOUT_MEMFD, id="no memfd in servers"),
         pytest.param("", NO_MEMFD, WITHOUT_MEMFD, SHARED, id="no memfd in workers"),
-        pytest.param(NO_MEMFD, NO_MEMFD, WITHOUT_MEMFD, WITHOUT_MEMFD, id="no memfd anywhere"),
         pytest.param("", NO_SPACE, WITHOUT_SPACE, SHARED, id="no space in workers"),
         pytest.param(NO_SPACE, NO_SPACE, WITHOUT_SPACE, WITHOUT_SPACE, id="no space anywhere"),
         pytest.param(FULL_DEV_SHM, FULL_DEV_SHM, SHARED, SHARED, id="full /dev/shm", marks=needs_namespaces),

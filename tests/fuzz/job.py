@@ -21,7 +21,7 @@ from kvd.optimizer import SGD
 
 SIZES = (5_000, 300, 1)  # of the keys: above and below what needs credit
 QUIET_KEY = "quiet"  # is there all the time, 60 KB of it, and nobody pushes to it
-PAUSE_S = 0.01  # between steps, so that the job leaves a small machine some time for its attackers
+PAUSE_S = 0.06  # between steps, so that the job leaves a small machine some time for its attackers
 
 
 def train(kv: kvd.KVStore, epoch: int, steps: int) -> tuple[str, list[float]]:

@@ -23,7 +23,7 @@ from tests.fuzz.curve import keys_of
 
 WORKERS = 2
 SERVERS = 2
-STEPS = 10  # of an epoch
+STEPS = 5  # of an epoch
 END_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 180.0  # for what an attack has taken to come back; millions of messages are dropped one by one first
 MORE = 1.05  # than before the attack: what a daemon may use after it

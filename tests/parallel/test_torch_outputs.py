@@ -52,8 +52,9 @@ def test_outputs_that_are_not_as_described_are_refused(
     assert executor.step == 0
 
 
-def test_autocast_may_give_outputs_another_dtype_than_described() -> None:
-    """It is not in force where the module runs to be described."""
+def test_autocast_may_give_outputs_another_dtype_than_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not in force where a large module runs to be described."""
+    monkeypatch.setattr("kvd.parallel.models.torch.model.QUICK", 0)
 
     class Mixed(torch.nn.Module):
         def __init__(self) -> None:
@@ -71,3 +72,17 @@ def test_autocast_may_give_outputs_another_dtype_than_described() -> None:
     executor.backward([np.ones((4, 2), np.float32)])
     assert executor.grads["dense.bias"].dtype == np.float32
     np.testing.assert_array_equal(executor.grads["dense.bias"], 4.0)
+
+
+@pytest.mark.parametrize("quick", [0, 2**30])
+def test_a_description_leaves_the_random_numbers_alone(quick: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.parallel.models.torch.model.QUICK", quick)
+
+    class Noisy(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(x.shape, device=x.device)
+
+    before = torch.random.get_rng_state()
+    (output,) = TorchModel(Noisy()).describe([DataDesc("x", (4, 3))]).outputs
+    assert output.shape == (4, 3)
+    assert torch.equal(torch.random.get_rng_state(), before)

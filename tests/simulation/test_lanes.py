@@ -48,8 +48,8 @@ NOTICED = (
     "stepped",
     "singles",
     "singles, nasty",
-    "tables, nasty",
 )
+NOTICED_BY_ROWS = ("tables, nasty",)
 NOTICED_BY_LISTS = ("mixed, long pauses", "list training")
 NOTICED_BY_REFUSALS = ("refusals, nasty",)  # rarely: a copy of a refused push has to come after the next one
 NOTICED_BY_FLIGHTS = ("in flight",)
@@ -237,11 +237,14 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "server: who has yet to push": lambda patch: patch.setattr(SliceLog, "due", lambda *arguments: set()),
     "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
+    "clocks": lambda patch: patch.setattr("kvd.core.worker.loads.count_rounds", lambda *arguments: None),
+}
+
+MUTANTS_OF_ROWS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "server: what may have changed for rows": lambda patch: patch.setattr(RowLane, "forget", lambda lane: None),
     "server: rows that nobody waits for": lambda patch: patch.setattr(
         "kvd.core.server.pending.PendingTable.may_open", never
     ),
-    "clocks": lambda patch: patch.setattr("kvd.core.worker.loads.count_rounds", lambda *arguments: None),
 }
 
 MUTANTS_OF_FLIGHTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -267,6 +270,7 @@ MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ("name", "campaigns", "seeds"),
     [
         *((name, NOTICED, 2) for name in MUTANTS),
+        *((name, NOTICED_BY_ROWS, 2) for name in MUTANTS_OF_ROWS),
         *((name, NOTICED_BY_LISTS, 2) for name in MUTANTS_OF_LISTS),
         *((name, NOTICED_BY_REFUSALS, 30) for name in MUTANTS_OF_REFUSALS),
         *((name, NOTICED_BY_FLIGHTS, 30) for name in MUTANTS_OF_FLIGHTS),
@@ -275,7 +279,7 @@ MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_broken_lane_is_noticed(
     name: str, campaigns: Sequence[str], seeds: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (MUTANTS | MUTANTS_OF_LISTS | MUTANTS_OF_REFUSALS | MUTANTS_OF_FLIGHTS)[name](monkeypatch)
+    (MUTANTS | MUTANTS_OF_ROWS | MUTANTS_OF_LISTS | MUTANTS_OF_REFUSALS | MUTANTS_OF_FLIGHTS)[name](monkeypatch)
 
     def run_all() -> None:
         for seed in range(seeds):

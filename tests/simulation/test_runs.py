@@ -21,7 +21,7 @@ from kvd.testing.workloads.captured import Operators
 from kvd.testing.workloads.readings import Readers, Seen
 from kvd.testing.workloads.steps import Keys
 
-SEEDS = 4  # of each campaign in `make test`
+SEEDS = 2  # of each campaign in `make test`
 MOST_SEEDS = 20  # until what a campaign is about has happened
 SOAK_SEEDS = 1000  # of each campaign under -m soak
 FAILOVER_SEEDS = 2  # of each campaign in which servers die, in `make test`

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kvd.client.calls.bound_arrays import BoundList
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.values import Array
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, KvdError
 from kvd.optimizer import Optimizer
 
 Updater = Callable[[Any, Array, Array], None]  # of the key as the program wrote it, what came, what is stored
@@ -168,6 +170,14 @@ class Values(Protocol):
     ) -> Any:
         """The result of `pushpull`; the program writes to the value only when this has returned."""
 
+    def pushpull_bound(self, bound: BoundList, targets: Callable[[], Sequence[Array]], priority: int) -> Handle:
+        """Push bound gradients, and pull the values into the targets when the handle is waited for, not before.
+
+        Args:
+            bound: as `Binding.gradients` gave it.
+            targets: called then; gives contiguous writable memory of the size of each key, as uint8, none of it twice.
+        """
+
 
 class Tables(Protocol):
     """Keys of which a call names rows. `Values` makes them, and pushes to them."""
@@ -197,6 +207,9 @@ class Assignments(Protocol):
         or by `close`.
         """
 
+    def keep_error(self, names: Sequence[str], error: KvdError) -> None:
+        """Raise the error at the next call on these keys, at `flush` or at `close`."""
+
     def has_assigned(self, key: str) -> bool:
         """Whether this process has taken part in a round of the key; a predecessor that died does not count."""
 
@@ -212,12 +225,28 @@ class Binding(Protocol):
 
     def bind(self, key: Any) -> Handle: ...
 
+    def gradients(self, keys: KeyList) -> Handle:
+        """Gives a `BoundList` of the gradients that `bind` gives for a list of keys. Nothing is pulled, and weights
+        take no memory."""
+
+    def is_bound(self, name: str) -> bool:
+        """Whether this process has arrays of the key, and the store is open."""
+
 
 class Rounds(Protocol):
     """Where this worker is in its rounds, and where it meets the others."""
 
     def flush(self, timeout: float | None) -> Handle: ...
     def barrier(self, name: str, timeout: float | None) -> Handle: ...
+
+    def meet(self, name: str, says: str | None) -> Handle:
+        """Meet all workers, as at a barrier. Gives the note that one of them left there, "" if nobody left one or it is
+        forgotten. A restarted worker passes, and gets the latest note.
+
+        Args:
+            says: the note, of at most `MAX_TEXT_CHARS`; None: this worker leaves none. Of several, one counts.
+        """
+
     def join(self, until: object = None) -> Handle: ...
     def rewind(self, clock: int) -> Handle: ...
     def resume(self) -> Handle: ...
@@ -227,6 +256,10 @@ class Rounds(Protocol):
 
 class Updates(Protocol):
     """How values are updated."""
+
+    @property
+    def last_set(self) -> Optimizer | None:
+        """The optimizer that this process has set last; None: it has set none."""
 
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle: ...
     def set_gradient_compression(self, params: object) -> Handle: ...

@@ -26,20 +26,27 @@ class BoundArrays(NamedTuple):
         weight: what a program pulls into.
         source: the gradient as it is sent: its bytes, and the spec of the key.
         address: where the bytes are.
+        block: memory of several keys, which these bytes are in.
     """
 
     gradient: Array
     weight: Array
     source: Source
     address: int
+    block: Array
 
     @classmethod
-    def of(cls, spec: KeySpec, memory: Array) -> BoundArrays:
-        """Arrays for a key; the gradient, zeros at first, is in `memory`, which has the key's size, as uint8."""
+    def of(cls, spec: KeySpec, memory: Array, block: Array | None = None) -> BoundArrays:
+        """Arrays for a key; the gradient, zeros at first, is in `memory`, which has the key's size, as uint8.
+
+        Args:
+            block: memory that it is a part of; None: of none.
+        """
         memory.fill(0)
         dtype = named_dtype(spec.dtype)
         gradient = memory.view(dtype).reshape(spec.shape)
-        return cls(gradient, np.empty(spec.shape, dtype), Source(memory, spec), memory.ctypes.data)
+        whole = memory if block is None else block
+        return cls(gradient, np.empty(spec.shape, dtype), Source(memory, spec), memory.ctypes.data, whole)
 
     def owns(self, data: Array) -> bool:
         """Whether these bytes are the memory of the gradient, whatever view they came from."""
@@ -103,9 +110,41 @@ def adjacent_arrays(specs: Mapping[str, KeySpec], memory: Callable[[int], Array]
         end = starts[-1] + spec.nbytes
     whole = memory(end)
     return {
-        name: BoundArrays.of(spec, whole[start : start + spec.nbytes])
+        name: BoundArrays.of(spec, whole[start : start + spec.nbytes], whole)
         for (name, spec), start in zip(specs.items(), starts, strict=True)
     }
+
+
+class BoundList(NamedTuple):
+    """The bound gradients of a list of keys, for calls that push all of them.
+
+    Attributes:
+        keys: distinct ones.
+        gradients: one per key.
+        sources: the same as they are sent.
+        whole: their memory, if they lie side by side in it as in a message.
+    """
+
+    keys: KeyList
+    gradients: list[Array]
+    sources: list[Source]
+    whole: Array | None
+
+    @classmethod
+    def of(cls, keys: KeyList, bound: Sequence[BoundArrays]) -> BoundList:
+        """The list of these arrays, one per key."""
+        gradients = [arrays.gradient for arrays in bound]
+        return cls(keys, gradients, [arrays.source for arrays in bound], _side_by_side(bound))
+
+
+def _side_by_side(bound: Sequence[BoundArrays]) -> Array | None:
+    block = bound[0].block
+    first, end = block.ctypes.data, 0
+    for arrays in bound:
+        if arrays.block is not block or arrays.address != first + padded(end):
+            return None
+        end = padded(end) + arrays.source.data.nbytes
+    return block[:end]
 
 
 def bind_result(keys: KeyList, bound: Sequence[BoundArrays]) -> Any:

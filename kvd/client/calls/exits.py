@@ -68,22 +68,27 @@ def raise_at_exit(errors: UnobservedErrors) -> None:
 def _leave(*, failed: bool, barrier: bool) -> None:
     """Leave with all stores: at once if the program failed, otherwise as by close().
 
-    All stores begin before the first is waited for: they may be workers that wait for each other.
+    All stores begin before the first is waited for: they may be workers that wait for each other. If a signal handler
+    raises meanwhile, the stores that are left leave at once, as the one that was being waited for does.
     """
     begun: list[tuple[Leaver, Handle | None]] = []
     for store in list(_stores):
         if store.claim_end():
             with suppress(KvdError):
                 begun.append((store, None if failed else store.begin_close(barrier=barrier)))
-    raised = []
+    raised: list[BaseException] = []
+    is_interrupted = False
     for store, leaving in begun:
         try:
-            if leaving is None:
+            if leaving is None or is_interrupted:
                 store.abandon(failed=True)
             else:
                 store.end_close(leaving)
         except KvdError as error:
             raised.append(error)
+        except BaseException as error:  # noqa: BLE001  raised below
+            is_interrupted = True
+            raised.insert(0, error)
     for errors in [] if failed else list(_errors):
         try:
             errors.raise_for(None)
@@ -116,34 +121,49 @@ def _is_success(code: object) -> bool:
 
 
 class _ExitCode:
-    """`SystemExit.code`, which notes the code that ends the interpreter.
+    """`SystemExit.code`, or that of a subclass which has its own. It notes the code that ends the interpreter.
 
     CPython reads it after the last frame of the main thread has ended, and runs the exit handlers next. A program that
     catches the error and reads it has a frame.
+
+    Args:
+        attribute: the attribute that this one replaces: a descriptor, or a value that all instances share.
+        final: takes the code.
     """
 
-    def __init__(self, attribute: Any) -> None:
+    def __init__(self, attribute: Any, final: list[object]) -> None:
+        self.final = final
         self._attribute = attribute
-        self._final: tuple[object, ...] = ()
+        self._reads = hasattr(type(attribute), "__get__")
+        self._writes = hasattr(type(attribute), "__set__")
 
     def __get__(self, error: SystemExit | None, owner: type | None = None) -> Any:
         if error is None:
-            return self
-        code = self._attribute.__get__(error, owner)
+            return self._attribute.__get__(None, owner) if self._reads else self._attribute
+        if not self._writes and "code" in vars(error):
+            code = vars(error)["code"]
+        else:
+            code = self._attribute.__get__(error, owner) if self._reads else self._attribute
         if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
-            self._final = (code,)
+            self.final[:] = [code]
         return code
 
     def __set__(self, error: SystemExit, code: object) -> None:
-        self._attribute.__set__(error, code)
+        if self._writes:
+            self._attribute.__set__(error, code)
+        else:
+            vars(error)["code"] = code
 
     def __delete__(self, error: SystemExit) -> None:
-        self._attribute.__delete__(error)
+        if self._writes:
+            self._attribute.__delete__(error)
+        else:
+            del vars(error)["code"]
 
     def has_failed(self) -> bool:
         """Whether the program failed. Ask in an exit handler."""
-        if self._final:
-            return not _is_success(self._final[0])
+        if self.final:
+            return not _is_success(self.final[0])
         return _was_uncaught(getattr(sys, "last_traceback", None))
 
 
@@ -159,16 +179,34 @@ def _was_uncaught(traceback: Any) -> bool:
 def _watched_exit_code() -> _ExitCode:
     """The present `SystemExit.code`, put there if it is not there yet.
 
-    The attribute of a builtin type can only be replaced in the dict behind its ``__dict__``.
+    The attributes of a builtin type can only be replaced in the dict behind its ``__dict__``.
     """
     attribute = vars(SystemExit)["code"]
     if not isinstance(attribute, _ExitCode):
-        attribute = _ExitCode(attribute)
-        gc.get_referents(vars(SystemExit))[0]["code"] = attribute
+        attribute = _ExitCode(attribute, [])
+        gc.get_referents(vars(SystemExit))[0].update(code=attribute, __init_subclass__=_watch_new_subclass)
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+        for subclass in SystemExit.__subclasses__():
+            _watch_subclass(subclass, attribute.final)
         if sys.version_info < (3, 12):
             _raise_exit_objects()
     return attribute
+
+
+@classmethod  # type: ignore[misc]
+def _watch_new_subclass(cls: type[SystemExit], **options: Any) -> None:
+    """`SystemExit.__init_subclass__`."""
+    super(SystemExit, cls).__init_subclass__(**options)
+    _watch_subclass(cls, _watched_exit_code().final)
+
+
+def _watch_subclass(subclass: type[SystemExit], final: list[object]) -> None:
+    """Note the code that ends the interpreter for a subclass, and for its own subclasses, if they have their own."""
+    code = vars(subclass).get("code", final)
+    if code is not final and not isinstance(code, _ExitCode):
+        setattr(subclass, "code", _ExitCode(code, final))  # noqa: B010
+    for each in subclass.__subclasses__():
+        _watch_subclass(each, final)
 
 
 def _raise_exit_objects() -> None:

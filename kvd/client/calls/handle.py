@@ -19,6 +19,9 @@ class Handle(ProcessBound):
     """The promise of a call's result. Thread-safe, and awaitable in any event loop.
 
     The error of a push whose handle is never waited on is raised by the next call on its key, by `flush` or by `close`.
+
+    Attributes:
+        what: what errors call it, such as "push".
     """
 
     _NOT_COPYABLE: ClassVar[str] = (
@@ -48,7 +51,7 @@ class Handle(ProcessBound):
         self._reclaim = reclaim
         self._drive = drive
         self._finish = finish
-        self._what = what
+        self.what = what
         self._lock = threading.Lock()
         self._finished: tuple[Any] | None = None
         self.claimed = False  # whether a caller has seen, or will see, how the call ended
@@ -122,7 +125,7 @@ class Handle(ProcessBound):
             if self._promise.done():  # its own error, or it ended at the last moment
                 return ask(None)
             self.claimed = False
-            raise RequestTimeout(f"{self._what} is not done after {timeout} s; wait again", outcome="unknown") from None
+            raise RequestTimeout(f"{self.what} is not done after {timeout} s; wait again", outcome="unknown") from None
         except BaseException:
             self.claimed = self._promise.done()
             raise

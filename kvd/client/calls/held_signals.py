@@ -10,15 +10,16 @@ nothing is half done, and the wait continues if it returns. What a handler raise
 through kvd as `HandlerRaised`, which no `except Exception` or `except TimeoutError` catches; the end of the section
 raises the exception itself.
 
-Handlers are looked up at the beginning of each section, so it does not matter when they were installed, or by whom.
-What a library in C has installed over a Python handler, such as `faulthandler.register` with ``chain=True``, stays.
-Other threads never run handlers: on them a section does nothing.
+Handlers count from the moment in which they are installed, whoever installs them: `signal.signal` is watched, so that a
+section need not ask for the handlers of all signals. What a library in C has installed over a Python handler, such as
+`faulthandler.register` with ``chain=True``, stays. Other threads never run handlers: on them a section does nothing.
 
 One thing is beyond reach: Python discards what is raised in finalizers and in callbacks of weak references.
 """
 
 from __future__ import annotations
 
+import _signal as signal_module  # `signal` converts to enums around its functions, which takes longer than the calls
 import ctypes
 import functools
 import inspect
@@ -30,16 +31,10 @@ from signal import NSIG, raise_signal
 from types import FrameType, FunctionType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-try:  # `signal` converts to enums around these two, which takes longer than the calls themselves
-    from _signal import getsignal as _getsignal
-    from _signal import signal as _signal
-except ImportError:
-    from signal import getsignal as _getsignal
-    from signal import signal as _signal
-
 LONGEST_PAUSE_S = 3600.0  # callers may ask for more than a lock accepts
 
 _NUMBERS = range(1, NSIG)
+_getsignal, _signal = signal_module.getsignal, signal_module.signal
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -109,8 +104,10 @@ class HeldSignals:
         self.main = threading.main_thread().ident
         self.is_held = False
         self._noted: dict[int, FrameType | None] = {}  # by number, in the order of arrival
-        self._seen: list[Any] = []  # the handlers of all signals when the latest section began
-        self._caught: list[int] = []  # the signals among them that have Python handlers
+        self._caught: list[int] = []  # the signals with Python handlers when the latest section began
+        self._change = object()  # another one whenever a handler was installed
+        self._installing = 0  # calls of `signal.signal` that are under way
+        self._seen: object = None  # the latest change when `_caught` was found
         self._handlers: dict[int, Any] = {}  # by number: what the program has installed
         self._actions: dict[int, _Action] = {}  # what libraries in C have installed over them
         self._action = _Action()
@@ -124,12 +121,12 @@ class HeldSignals:
         """Begins a section. If a handler raises before all are replaced, the rest is replaced first."""
         try:
             self.is_held = True
-            handlers = list(map(_getsignal, _NUMBERS))
-            if handlers != self._seen:
-                caught = [number for number, handler in zip(_NUMBERS, handlers, strict=True) if callable(handler)]
-                self._seen, self._caught = handlers, caught
+            change = self._change
+            if change is not self._seen or self._installing:
+                self._caught = [number for number in _NUMBERS if callable(_getsignal(number))]
+                self._seen = change
             for number in self._caught:
-                handler = handlers[number - 1]
+                handler = _getsignal(number)
                 if handler is not self._note:
                     self._handlers[number] = handler
                     _sigaction(number, None, self._action)
@@ -216,6 +213,23 @@ class HeldSignals:
         finally:
             self.hold()
 
+    def watch(self) -> None:
+        """Notice from now on when a handler is installed: `signal.signal` looks `_signal.signal` up at each call.
+
+        A handler that raises here leaves `_installing` too large, never too small: sections ask for all handlers then.
+        """
+
+        @functools.wraps(_signal)
+        def signal(number: int, handler: Any, /) -> Any:
+            self._installing += 1
+            try:
+                return _signal(number, handler)
+            finally:
+                self._change = object()
+                self._installing -= 1
+
+        signal_module.signal = signal
+
     # ── waits, on any thread ──
 
     def begin_wait(self, wake: Callable[[], object]) -> Interrupt:
@@ -259,6 +273,7 @@ class HeldSignals:
 
 
 signals = HeldSignals()
+signals.watch()
 os.register_at_fork(after_in_child=signals.forked)
 
 

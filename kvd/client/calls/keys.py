@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MappingView, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,6 +94,8 @@ class KeyList(NamedTuple):
 def key_list(key: object) -> KeyList:
     """One key, or a list of keys. Raises NotAllowed if an entry is not a key."""
     if not isinstance(key, list | tuple):
+        if isinstance(key, MappingView | Iterator):
+            raise NotAllowed(f"keys are a list or a tuple, not {type(key).__name__}: pass list(…) of it")
         name = key_name(key)
         return KeyList([name], False) if isinstance(key, str) else KeyList([name], False, None, {name: int(name)})
     names = []

@@ -64,6 +64,10 @@ class ProgramSteps:
         """Where the program is, for its next push."""
         return self._loops.place
 
+    def has_optimizer(self) -> Promise:
+        """A promise of whether an optimizer updates the values of the store."""
+        return self._has_optimizer()
+
     @property
     def is_in_step(self) -> bool:
         """Whether the program is in a step of a loop."""
@@ -149,6 +153,11 @@ class ProgramSteps:
         """See `StepLoops.restored`."""
         with self._lock:
             self._loops.restored(steps, begins_past=begins_past)
+
+    @property
+    def restored_steps(self) -> int:
+        """How many steps were made before the snapshot that the store was restored from; 0: it was not restored."""
+        return self._loops.restored_steps
 
     @property
     def is_before_restored(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MappingView, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -66,7 +66,9 @@ def paired(keys: KeyList, values: Any, what: str) -> list[Any]:
 def _count_error(keys: KeyList, values: Any, what: str) -> NotAllowed:
     """The error of a call with another number of values than keys. It names the first key that has none."""
     if not isinstance(values, list | tuple):
-        count, key = f"a {type(values).__name__}, not a list", keys.at(0) if keys.size else ""
+        kind, key = type(values).__name__, keys.at(0) if keys.size else ""
+        is_lazy = isinstance(values, MappingView | Iterator)
+        count = f"a {kind}, not a list" + (": pass list(…) of it" if is_lazy else "")
     elif len(values) < keys.size:
         key = keys.at(len(values))
         count = f"{len(values)}, none for {key!r}"

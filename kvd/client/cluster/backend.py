@@ -98,11 +98,11 @@ def _facts(engine: Engine, config: Config, kind: StoreType, rank: int) -> StoreF
 def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     settings = engine.machine.view.settings
     sync = facts.versioned
-    unobserved = UnobservedErrors()
+    steps = program_steps(engine, is_sync=sync)
+    unobserved = UnobservedErrors(lambda: steps.place)
     bound = BoundKeys(engine.written)
     budget = MemoryBudget(config.memory_bound_bytes(), config.request_timeout_s)
     arguments = Arguments(engine, bound, budget, unobserved, settings.slice_bytes)
-    steps = program_steps(engine, is_sync=sync)
     tables = ClusterTables(engine, arguments)
     absence_counts = sync or settings.staleness >= 0
     assignments = ClusterAssignments(engine, arguments, unobserved, steps, facts.rank, sync, absence_counts, tables)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvd.client.calls.bound_arrays import BoundArrays, bind_result
+from kvd.client.calls.bound_arrays import BoundArrays, BoundList, bind_result
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.tables import table_error
@@ -28,13 +28,26 @@ class ClusterBinding:
         return Handle(self._engine.run(self._bind(keys.names)), lambda bound: bind_result(keys, bound), "bind")
 
     async def _bind(self, names: list[str]) -> list[BoundArrays]:
+        bound = await self._make(names)
+        fresh = self._bound.take_without_weight(names)
+        if fresh:
+            weights = [arrays.weight for arrays in fresh.values()]
+            targets = self._arguments.targets(KeyList(list(fresh), True), weights)
+            await self._engine.call(pull_into(list(fresh), targets, 0))
+        return bound
+
+    async def _make(self, names: list[str]) -> list[BoundArrays]:
         specs = {name: await self._engine.call(requests.DescribeKey(name)) for name in names}
         for name, spec in specs.items():
             if spec.table is not None:
                 raise table_error(self._engine.written.of(name))
-        made = self._bound.add(specs, self._engine.memory)
-        if made:
-            weights = [arrays.weight for arrays in made.values()]
-            targets = self._arguments.targets(KeyList(list(made), True), weights)
-            await self._engine.call(pull_into(list(made), targets, 0))
+        self._bound.add(specs, self._engine.memory)
         return self._bound.arrays(names)
+
+    def gradients(self, keys: KeyList) -> Handle:
+        self._engine.written.note(keys)
+        made = self._engine.run(self._make(keys.names))
+        return Handle(made, lambda bound: BoundList.of(keys, bound), "bind")
+
+    def is_bound(self, name: str) -> bool:
+        return self._engine.is_well and self._bound.has(name)

@@ -28,22 +28,30 @@ class BoundKeys:
         self.changes = 0
         self._written = written
         self._arrays: dict[str, BoundArrays] = {}
+        self._without_weight: set[str] = set()  # theirs was never pulled
         self._lock = threading.Lock()
 
-    def add(self, specs: Mapping[str, KeySpec], memory: Callable[[int], Array]) -> dict[str, BoundArrays]:
-        """Makes arrays for the keys that have none, and returns those."""
+    def add(self, specs: Mapping[str, KeySpec], memory: Callable[[int], Array]) -> None:
+        """Make arrays for the keys that have none."""
         with self._lock:
             fresh = {name: spec for name, spec in specs.items() if name not in self._arrays}
-            made = adjacent_arrays(fresh, memory)
-            self._arrays.update(made)
+            self._arrays.update(adjacent_arrays(fresh, memory))
+            self._without_weight.update(fresh)
             self.changes += 1
-        return made
+
+    def take_without_weight(self, names: Sequence[str]) -> dict[str, BoundArrays]:
+        """Return the arrays of those of the keys whose weights are yet to be pulled, which the caller does next."""
+        with self._lock:
+            taken = {name: self._arrays[name] for name in names if name in self._without_weight}
+            self._without_weight.difference_update(taken)
+        return taken
 
     def forget(self, names: Sequence[str]) -> None:
         """The keys are deleted: their arrays are the program's."""
         with self._lock:
             for name in names:
                 self._arrays.pop(name, None)
+                self._without_weight.discard(name)
             self.changes += 1
 
     def arrays(self, names: Sequence[str]) -> list[BoundArrays]:

@@ -23,7 +23,7 @@ from kvd.core.membership import in_words, name_of
 from kvd.core.requests import Item
 from kvd.core.worker.step_loops import Replay
 from kvd.core.worker.transfer import say_unpushed
-from kvd.errors import NodeLost, NotAllowed, RemoteError
+from kvd.errors import KvdError, NodeLost, NotAllowed, RemoteError
 from kvd.protocol.messages import MemberState
 
 VIEW_PAUSE_S, VIEW_CHECKS = 0.01, 500
@@ -77,6 +77,9 @@ class ClusterAssignments:
         self._send(names, assignment(names, sources, None, 0, self._steps.place))
         if absent and self._absence_counts:
             self._send(list(absent), absence(absent, None, 0, self._steps.place))
+
+    def keep_error(self, names: Sequence[str], error: KvdError) -> None:
+        self._watched(names, Handle.failed(error))
 
     def has_assigned(self, key: str) -> bool:
         return self._engine.machine.has_pushed(key)

@@ -42,11 +42,24 @@ class NewValues:
         Raises:
             StoreClosed: in a child of the process that asked for them: that lets their memory be used again.
         """
-        if self._pid != os.getpid():
-            raise forked_error()
+        self._check_process()
         if self._held is not None:
             return self._held.arrays(self._names, self.buffers, self._specs)
         targets = [fresh_target(spec) for spec in self._specs]
         for target, buffer in zip(targets, self.buffers, strict=True):
             buffer.move_to(target.data)
         return [target.finish() for target in targets]
+
+    def move_to(self, targets: Sequence[Array]) -> None:
+        """Copy the values into these contiguous arrays, one per name.
+
+        Raises:
+            StoreClosed: as `arrays`.
+        """
+        self._check_process()
+        for buffer, target in zip(self.buffers, targets, strict=True):
+            buffer.move_to(target)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise forked_error()

@@ -36,6 +36,11 @@ class ClusterRounds:
         full = checks.barrier_name(self._steps.meeting("user"), name)
         return Handle(self._engine.submit(requests.Barrier(full, place=self._steps.place), timeout), what="barrier")
 
+    def meet(self, name: str, says: str | None) -> Handle:
+        full = checks.barrier_name(self._steps.meeting("kvd:meet"), name)
+        request = requests.Barrier(full, says=says, listens=True, place=self._steps.place)
+        return Handle(self._engine.submit(request), lambda note: note or "", "a meeting of all workers")
+
     def join(self, until: object = None) -> Handle:
         deadline = Deadline(self._engine.config.round_timeout_s)
         if until is not None:

@@ -31,6 +31,10 @@ class ClusterUpdates:
         self._steps = steps
         self._set: list[Optimizer | None] = []  # what this process has set last, if anything
 
+    @property
+    def last_set(self) -> Optimizer | None:
+        return self._set[0] if self._set else None
+
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         known = checks.known_optimizer(optimizer)
         message = SetOptimizer(0, None if known is None else to_wire(known))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.calls import checks
+from kvd.client.calls.bound_arrays import BoundList
 from kvd.client.calls.casting import CastOuts
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
@@ -353,6 +354,36 @@ class ClusterValues:
         if view:
             target.flags.writeable = False
         return [target] if type(key) in (list, tuple) else target
+
+    def pushpull_bound(self, bound: BoundList, targets: Callable[[], Sequence[Array]], priority: int) -> Handle:
+        names = bound.keys.names
+        self._arguments.raise_unobserved(names)
+        pieces = NewValues(names)
+        if not self._steps.take_pushes(names):  # a step that is made again has pushed them before
+            items = tuple([Item(name, None, None, piece) for name, piece in zip(names, pieces.buffers, strict=True)])
+            transfer = requests.Transfer(
+                items, push=False, pull=True, priority=priority, takes=self._taken, finds=pieces.found
+            )
+            return Handle(self._engine.submit(transfer), lambda _: pieces.move_to(targets()), "pull", self._engine.wait)
+        if self._compression.current is None:
+            pushed = PushedValues(names, bound.sources)
+        else:
+            pushed = self._pushed(bound.keys, bound.gradients, False, copy=False, reservation=None)
+        transfer = requests.Transfer(
+            pushed.items(pieces.buffers),
+            push=True,
+            pull=True,
+            priority=priority,
+            place=self._steps.place,
+            some_encoded=pushed.some_encoded,
+            sets_out=pushed.sets_out,
+            finds=pieces.found,
+            in_few=True,
+            whole=bound.whole,
+        )
+        promise = self._submit_push(transfer)
+        handle = Handle(promise, lambda _: pieces.move_to(targets()), "pushpull", self._engine.wait)
+        return self._watched(names, handle, self._untake)
 
     def _pushpull_flight(
         self, prepared: PreparedFlight, name: str, value: Array, out: Array, reservation: Reservation | None

@@ -15,7 +15,7 @@ import numpy as np
 from kvd.client.calls.held_signals import with_uninterrupted_methods
 from kvd.client.calls.values import Array
 from kvd.client.facades.blocking import KVStore, backend_of
-from kvd.errors import KeyExists
+from kvd.errors import KeyExists, KvdError
 
 
 @with_uninterrupted_methods
@@ -59,6 +59,10 @@ class Exchange:
             mine: a uint8 array per key, which must not be changed afterwards.
         """
         backend_of(self.store).assignments.assign(mine, others)
+
+    def keep_error(self, keys: Sequence[str], error: KvdError) -> None:
+        """Has the next call on these keys, `flush` or `close` raise an error that did not reach the program."""
+        backend_of(self.store, may_block=False).assignments.keep_error(keys, error)
 
     def is_inherited(self, key: str) -> bool:
         """Whether a predecessor of this process, which died, has written the key, and this process has not yet."""

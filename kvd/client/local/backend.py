@@ -16,8 +16,9 @@ from kvd.core.worker.step_loops import StepLoops
 
 def open_local(kind: StoreType, config: Config) -> Backend:
     """A store in this process: one worker, no servers."""
-    keys = LocalKeys()
-    steps = ProgramSteps(StepLoops(None, is_strict=False), lambda: updates.has_optimizer())
+    loops = StepLoops(None, is_strict=False)
+    keys = LocalKeys(lambda: loops.place)
+    steps = ProgramSteps(loops, lambda: updates.has_optimizer())
     updates = LocalUpdates(keys, steps, config.merge)
     tables = LocalTables(keys, updates)
     values = LocalValues(keys, updates, tables, steps)

@@ -63,6 +63,9 @@ class LocalKeys:
 
     As with a cluster, errors that only the store can find are raised by the handle.
 
+    Args:
+        place: asks where the program is.
+
     Attributes:
         entries: the keys that were made, but for tables.
         tables: those that are tables.
@@ -71,13 +74,13 @@ class LocalKeys:
         unobserved: the errors of handles that nobody waits for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[], int]) -> None:
         self.entries: dict[str, Entry] = {}
         self.tables: dict[str, TableEntry] = {}
         self.written = WrittenKeys()
         self.restored = RestoredKeys()
         self._lock = threading.RLock()
-        self.unobserved = UnobservedErrors()
+        self.unobserved = UnobservedErrors(place)
         self._closed = False
         self._pid = os.getpid()
 
@@ -87,6 +90,11 @@ class LocalKeys:
             raise checks.forked_error()
         if self._closed:
             raise checks.closed_error()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls work."""
+        return self._pid == os.getpid() and not self._closed
 
     def close(self) -> None:
         """No call works after this."""
@@ -102,15 +110,19 @@ class LocalKeys:
         self.unobserved.raise_for(keys.names)
         return keys
 
-    def answered(self, work: Callable[[], Any]) -> Handle:
-        """The handle of work that is done here and now: it has the errors of kvd, others are raised at once."""
+    def answered(self, work: Callable[[], Any], finish: Callable[[Any], Any] | None = None) -> Handle:
+        """The handle of work that is done here and now: it has the errors of kvd, others are raised at once.
+
+        Args:
+            finish: as that of a `Handle`.
+        """
         promise = Promise()
         try:
             with self._lock:
                 promise.set_result(work())
         except KvdError as error:  # any other comes from an updater or from the file system
             promise.set_exception(self.written.restored(error))
-        return Handle(promise)
+        return Handle(promise, finish)
 
     def at_once(self, work: Callable[[], Result]) -> Result:
         """What work returns; its errors are raised here, and not by a handle."""
@@ -121,10 +133,18 @@ class LocalKeys:
             raise self.written.restored(error) from None
 
     def watched(
-        self, names: list[str], work: Callable[[], Any], refused: Callable[[Sequence[str]], None] | None = None
+        self,
+        names: list[str],
+        work: Callable[[], Any],
+        what: str,
+        refused: Callable[[Sequence[str]], None] | None = None,
+        finish: Callable[[Any], Any] | None = None,
     ) -> Handle:
-        """The same; an unobserved error is raised by a later call. `refused`: see `UnobservedErrors.watch`."""
-        handle = self.unobserved.watch(names, self.answered(work), refused)
+        """The same for a call that errors call `what`; an unobserved error is raised by a later call. `refused`: see
+        `UnobservedErrors.watch`."""
+        handle = self.answered(work, finish)
+        handle.what = what
+        self.unobserved.watch(names, handle, refused)
         if self.unobserved:
             raise_at_exit(self.unobserved)
         return handle
@@ -157,6 +177,11 @@ class LocalKeys:
         if entry is None:
             raise table_error(self.written.of(name)) if name in self.tables else missing(name)
         return entry
+
+    def spec(self, name: str) -> KeySpec:
+        """That of a live key, which may be a table."""
+        table = self.tables.get(name)
+        return self.entries[name].spec if table is None else table_spec(table.table.description, table.merge)
 
     def version(self, name: str) -> int:
         """How many pushes of the key counted. Raises KeyNotFound."""

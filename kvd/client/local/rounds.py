@@ -37,6 +37,11 @@ class LocalRounds:
         _check_timeout(timeout)
         return Handle.of(None)
 
+    def meet(self, name: str, says: str | None) -> Handle:
+        self._keys.check_open()
+        checks.barrier_name("kvd:meet", name)
+        return Handle.of(says or "")
+
     def join(self, until: object = None) -> Handle:
         self._keys.check_open()
         if until is not None:

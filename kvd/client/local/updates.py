@@ -103,6 +103,10 @@ class LocalUpdates:
 
     # ── the calls of a program ──
 
+    @property
+    def last_set(self) -> Optimizer | None:
+        return self._optimizer
+
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         self._keys.check_open()
         optimizer = checks.known_optimizer(optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.calls import checks
-from kvd.client.calls.bound_arrays import BoundArrays, bind_result
+from kvd.client.calls.bound_arrays import BoundArrays, BoundList, bind_result
 from kvd.client.calls.casting import CastOuts, cast_values
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.keys import KeyList
@@ -47,7 +47,7 @@ from kvd.client.local.updates import LocalUpdates
 from kvd.compute.optimizers import SliceState
 from kvd.compute.tensors import contiguous_bytes, named_dtype
 from kvd.core.worker.step_loops import Replay
-from kvd.errors import KeyExists
+from kvd.errors import KeyExists, KvdError
 from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
 from kvd.tables.first_rows import first_rows
 
@@ -82,11 +82,11 @@ class LocalValues:
             to_make = {wanted[place] for place in self._keys.restored.to_make(wanted, specs, default)}
             fresh = [(name, source) for name, source in zip(names, sources, strict=True) if name in to_make]
             new_tables = [(name, description) for name, description in tables if name in to_make]
-            for name, source in fresh:
-                if name in self._keys.entries:
-                    self._keys.entry(name).spec.check_merge(source.spec, name, default)
-            for name in (*(name for name, _ in fresh), *(name for name, _ in new_tables)):
-                if self._keys.is_live(name):
+            for name, spec in zip(wanted, specs, strict=True):
+                if name in to_make and self._keys.is_live(name):
+                    live = self._keys.spec(name)
+                    live.check_same(spec, name)
+                    live.check_merge(spec, name, default)
                     text = f"key {name!r} is live already: init makes a key once; push changes its value"
                     raise KeyExists(text, key=name)
             for name, source in fresh:
@@ -94,7 +94,7 @@ class LocalValues:
             for name, description in new_tables:
                 self._tables.make(name, description, merges.get(name, ""), begun[name])
 
-        return self._keys.watched(keys.names, work)
+        return self._keys.watched(keys.names, work, "init")
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
@@ -108,8 +108,8 @@ class LocalValues:
             return Handle.of(None)
         return self._watched_push(keys, lambda: self._update(keys.names, sources, samples, cast))
 
-    def _watched_push(self, keys: KeyList, work: Callable[[], Any]) -> Handle:
-        return self._keys.watched(keys.names, work, self._steps.untake_pushes)
+    def _watched_push(self, keys: KeyList, work: Callable[[], Any], what: str = "push") -> Handle:
+        return self._keys.watched(keys.names, work, what, self._steps.untake_pushes)
 
     def _push_also_tables(self, keys: KeyList, value: Any, samples: int, cast: bool) -> Handle:
         value = self._with_dense_rows(keys, value, cast=cast)
@@ -211,7 +211,24 @@ class LocalValues:
                 return self._read_only(keys)
             return self._read(keys, targets, out) if outs is None else self._read_cast(keys, outs)
 
-        return self._watched_push(keys, work)
+        return self._watched_push(keys, work, "pushpull")
+
+    def pushpull_bound(self, bound: BoundList, targets: Callable[[], Sequence[Array]], priority: int) -> Handle:
+        keys, sources = bound.keys, bound.sources
+        self._keys.check_open()
+        self._keys.unobserved.raise_for(keys.names)
+        is_wanted = self._steps.take_pushes(keys.names)
+
+        def work() -> list[Array]:
+            if is_wanted:
+                self._update(keys.names, sources, 1, False)
+            return [contiguous_bytes(self._keys.entry(name).value.copy()) for name in keys.names]
+
+        def fill(values: Sequence[Array]) -> None:
+            for value, target in zip(values, targets(), strict=True):
+                np.copyto(target, value)
+
+        return self._keys.watched(keys.names, work, "pushpull", self._steps.untake_pushes, fill)
 
     # ── the value of this worker replaces the stored one ──
 
@@ -225,7 +242,7 @@ class LocalValues:
         targets, sources = _targets(keys, out, in_place), _sources(keys, value, copy=True)
         unlike = first_unlike(keys, sources, targets)
         if unlike is not None:
-            return self._keys.watched(keys.names, partial(self._check_unlike, unlike))
+            return self._keys.watched(keys.names, partial(self._check_unlike, unlike), "broadcast")
         is_past = self._steps.take_broadcasts(keys.names) is Replay.PASSED
 
         def work() -> Any:
@@ -235,7 +252,7 @@ class LocalValues:
                 self._replace(keys.names, sources)
             return self._read(keys, targets, out)
 
-        return self._keys.watched(keys.names, work)
+        return self._keys.watched(keys.names, work, "broadcast")
 
     def _check_unlike(self, unlike: Unlike) -> None:
         """Raises ShapeMismatch or DtypeMismatch about the value or the `out`, whichever does not fit the key."""
@@ -259,7 +276,15 @@ class LocalValues:
         """See `Assignments.assign`. Nobody waits here, so nobody needs to hear who is absent."""
         for name, value in values.items():
             sources = [source_of(value, MAX_SLICE_BYTES, copy=True)]
-            self._keys.watched([name], partial(self._replace, [name], sources))
+            self._keys.watched([name], partial(self._replace, [name], sources), "broadcast")
+
+    def keep_error(self, names: Sequence[str], error: KvdError) -> None:
+        """See `Assignments.keep_error`."""
+
+        def work() -> None:
+            raise error
+
+        self._keys.watched(list(names), work, "pushpull")
 
     def has_assigned(self, key: str) -> bool:
         """See `Assignments.has_assigned`. Nobody has a predecessor here."""
@@ -279,7 +304,7 @@ class LocalValues:
             self._keys.restored.forget(names)
             self._tensors.forget(names)
 
-        return self._keys.watched(names, work)
+        return self._keys.watched(names, work, "delete")
 
     # ── arrays to keep ──
 
@@ -294,6 +319,16 @@ class LocalValues:
             )
 
         return self._keys.answered(work)
+
+    def gradients(self, keys: KeyList) -> Handle:
+        def work() -> BoundList:
+            return BoundList.of(keys, [self._bound(name, self._keys.entry(name)) for name in keys.names])
+
+        return self._keys.answered(work)
+
+    def is_bound(self, name: str) -> bool:
+        entry = self._keys.entries.get(name)
+        return self._keys.is_open and entry is not None and entry.bound is not None
 
     def _bound(self, name: str, entry: Entry) -> BoundArrays:
         if entry.bound is None:

@@ -101,11 +101,12 @@ class Deletions:
             self._calls.complete(call)
         return None
 
-    def afterwards(self, key: WorkerKey, call: Call, act: Callable[[], None]) -> None:
-        """Acts when the deletion of the key has ended, if the call still waits for it."""
+    def afterwards(self, key: WorkerKey, call: Call, act: Callable[[], None]) -> Callable[[], None]:
+        """Act when the deletion of the key has ended, if the call still waits for it. Return a function that cancels
+        that."""
         entry = (call, act)
         self._after.setdefault(key, []).append(entry)
-        call.hold(lambda _: self._after[key].remove(entry))
+        return lambda: self._after[key].remove(entry)
 
     def servers_changed(self) -> None:
         """Some partitions have lost their leaders: who waits for them is told. The deletions go on, should these come
@@ -172,7 +173,7 @@ class Deletions:
             if call.state is WAITING:
                 call.let_go()
                 act()
-        if key.state is KeyState.UNKNOWN and key.queue:
+        if key.state is KeyState.UNKNOWN and key.queue and not key.inits:
             self._look_up([key])
         self._wake(key)
 

@@ -1,4 +1,8 @@
-"""The InitKeys calls of a program: worker 0 makes the keys, the others wait until they are live."""
+"""The InitKeys calls of a program: worker 0 makes the keys, the others wait until they are live.
+
+Calls on a key that come while an init of it is under way queue behind it: they start when it has ended, or fail with
+its error.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from kvd.protocol.specs import KeySpec
 
 @dataclass(slots=True, eq=False)
 class _InitCall:
-    """An InitKeys under way: what it wants, how many of its keys are still to come, and the first error."""
+    """An InitKeys under way: what it wants, which of its keys are still to come, and the first error."""
 
     call: Call
     items: dict[WorkerKey, requests.Item]
-    remaining: int
+    open: dict[WorkerKey, None]  # in their order
     error: KvdError | None = None
 
 
@@ -33,7 +37,8 @@ class InitCalls:
 
     Args:
         wake: a key became ready: the calls that queue for it go on.
-        afterwards: acts when the deletion of a key has ended, if the call still waits for that.
+        fail_waiting: a key cannot be had: the calls that queue for it fail.
+        afterwards: acts when the deletion of a key has ended, if the call still waits for that. Returns what ends that.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class InitCalls:
         directory: KeyDirectory,
         making: KeyMaking,
         wake: Callable[[WorkerKey], None],
-        afterwards: Callable[[WorkerKey, Call, Callable[[], None]], None],
+        fail_waiting: Callable[[WorkerKey, KvdError], bool],
+        afterwards: Callable[[WorkerKey, Call, Callable[[], None]], Callable[[], None]],
     ) -> None:
         self._session = session
         self._view = session.view
@@ -55,6 +61,7 @@ class InitCalls:
         self._directory = directory
         self._making = making
         self._wake = wake
+        self._fail_waiting = fail_waiting
         self._afterwards = afterwards
 
     def init_keys(self, call: Call, request: requests.InitKeys) -> None:
@@ -62,15 +69,22 @@ class InitCalls:
         if error is not None or not request.items:
             self._calls.complete(call, error=error)
             return
-        deleting = (self._keys.by_name.get(item.key) for item in request.items)
-        last = next((key for key in deleting if key is not None and key.state is KeyState.DELETING), None)
-        if last is not None:
-            self._afterwards(last, call, partial(self.init_keys, call, request))
-            return
-        call.start()
         call.set_keys([self._keys.get_or_add(item.key) for item in request.items])
         items = dict(zip(call.keys, request.items, strict=True))
-        init = _InitCall(call, items, len(items))
+        for key in items:
+            key.inits += 1
+        self._begin(_InitCall(call, items, dict.fromkeys(items)))
+
+    def _begin(self, init: _InitCall) -> None:
+        """Make or find the keys, once the deletion of each has ended."""
+        call, items = init.call, init.items
+        last = next((key for key in items if key.state is KeyState.DELETING), None)
+        if last is not None:
+            forget = self._afterwards(last, call, partial(self._begin, init))
+            call.hold(partial(self._given_up, init, forget))
+            return
+        call.start()
+        call.hold(partial(self._given_up, init, None))
         wanted = []
         for key in items:
             if key.is_initialised_here:
@@ -99,12 +113,31 @@ class InitCalls:
         """One key of an InitKeys is live, or has failed."""
         if error is None:
             key.is_initialised_here = True
-        if error is None or key.is_initialised_here:
-            self._wake(key)
+        self._let_go_on(init, key, error)
         init.error = init.error or error
-        init.remaining -= 1
-        if init.remaining == 0:
+        if not init.open:
+            init.call.let_go()
             self._calls.complete(init.call, error=init.error)
+
+    def _given_up(self, init: _InitCall, forget: Callable[[], None] | None, call: Call) -> None:
+        """The caller waits no more. The calls behind find out themselves what became of the keys."""
+        if forget is not None:
+            forget()
+        for key in list(init.open):
+            self._let_go_on(init, key, None)
+
+    def _let_go_on(self, init: _InitCall, key: WorkerKey, error: KvdError | None) -> None:
+        """An init of the key has ended: the calls behind the last one start, or fail."""
+        if key in init.open:
+            del init.open[key]
+            key.inits -= 1
+        if key.state is not KeyState.UNKNOWN:
+            self._wake(key)
+        elif key.queue and not key.inits:
+            if error is None or isinstance(error, KeyExists):
+                self._directory.look_up([key])
+            else:
+                self._fail_waiting(key, error)
 
     def _make(self, init: _InitCall, keys: Sequence[WorkerKey]) -> None:
         self._making.make(init.call, [(key, init.items[key]) for key in keys], partial(self._ended, init))
@@ -138,6 +171,7 @@ class InitCalls:
         assert key.spec is not None
         assert item.spec is not None
         try:
+            key.spec.check_same(item.spec, key.name)
             key.spec.check_merge(item.spec, key.name, self._view.settings.merge)
         except RemoteError as error:
             return error

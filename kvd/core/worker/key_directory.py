@@ -129,12 +129,12 @@ class KeyDirectory:
             self._looked_up(key, error)
 
     def _looked_up(self, key: WorkerKey, error: KvdError | None) -> None:
-        """The calls that queue for the key go on, or fail."""
+        """The calls that queue for the key go on, or fail. While an init of it is under way, they wait for its end."""
         if error is None or key.state in (KeyState.READY, KeyState.DELETING, KeyState.LOST):  # found in another way
             self._wake(key)
             return
         key.move_to(KeyState.UNKNOWN)
-        if self._fail_waiting(key, error):
+        if not key.inits and self._fail_waiting(key, error):
             self.look_up([key], wait=True)
 
     def describe(self, call: Call, request: requests.DescribeKey) -> None:

@@ -1,6 +1,7 @@
 """Calls on keys wait for their turn: behind earlier calls on the same keys, and until all their keys let them start.
 
-A key lets a call start when it is known, and a push only within its push window.
+A key lets a call start when it is known, and a push only within its push window. A key that this worker is about to
+make is not looked up: the end of its init lets the calls start, or fails them.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class KeyQueue:
         if call.is_push:
             self._steps.queued(call)
         call.hold(self._withdraw)
-        unknown = [key for key in dict.fromkeys(call.keys) if key.state is UNKNOWN]
+        unknown = [key for key in dict.fromkeys(call.keys) if key.state is UNKNOWN and not key.inits]
         if unknown:
             self._look_up(unknown, wait=wait)
         self._try_start(call)
@@ -137,6 +138,8 @@ class KeyQueue:
 
     def _key_must_wait(self, call: Call, key: WorkerKey, *, is_held: bool) -> bool:
         if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
+            return True
+        if key.state is LOST and key.inits:
             return True
         if isinstance(call.request, requests.DeleteKeys):  # another deletion of the key is joined
             return key.window.is_in_use and not self._is_hopeless(key)
@@ -232,6 +235,8 @@ class KeyQueue:
         push window counts other pushes than those that are open."""
         self._pushes.validate(self._keys.by_name.values())
         for key in self._keys.by_name.values():
+            waits = key.state is not UNKNOWN or key.inits > 0
+            assert waits or not key.queue, f"nothing ends the wait of call {key.queue[0].number} at {key.name!r}"
             for call in key.queue:
                 assert call.state is WAITING, f"call {call.number} is {call.state.name} in the queue of {key.name!r}"
             if key.queue and key.state is READY:

@@ -90,6 +90,7 @@ class WorkerKey:
     checked_spec: KeySpec | None = None  # the last spec of a program's value that was found to be the same
     is_publishing: bool = False  # its Publish was sent: others may use it already
     is_initialised_here: bool = False  # by this incarnation
+    inits: int = 0  # under way: calls on the key queue behind them
 
     @property
     def window(self) -> PushWindow:

@@ -138,6 +138,8 @@ class Lane:
         flights = self._flights
         if flights.by_call and not self._may_join(transfer, listed):
             return False
+        if transfer.push and not self._stillness.lets_leave(transfer.place):  # before the keys are looked at
+            return False
         load = self._loads.of(transfer) if listed is None else self._loads.of_list(listed)
         if load is None or not self._may_send(load.plans):
             return False

@@ -54,7 +54,7 @@ class Load(Protocol):
 class ItemLoad:
     """The items of a call."""
 
-    __slots__ = ("_items", "_versions", "_windows", "clock", "keys", "names", "plans")
+    __slots__ = ("_items", "_versions", "_whole", "_windows", "clock", "keys", "names", "plans")
 
     def __init__(
         self,
@@ -62,11 +62,13 @@ class ItemLoad:
         windows: Sequence[PushWindow],
         plans: list[MessagePlan],
         items: Sequence[Item],
+        whole: Any = None,
     ) -> None:
         self.keys = keys
         self.names = frozenset([item.key for item in items])
         self.plans = plans
         self._items = items
+        self._whole = whole
         self._windows = windows
         self._versions: list[Versions | None] = [None] * len(items)
         self.clock = windows[0].clock
@@ -75,7 +77,7 @@ class ItemLoad:
         return [key.spec for key in self.keys if key.spec is not None]
 
     def payload_of(self, plan: MessagePlan) -> tuple[Span, ...]:
-        return plan.payload_of(self._items)
+        return plan.payload_of(self._items, self._whole)
 
     def take(self, plan: MessagePlan, payload: Any, versions: Sequence[int]) -> Copy:
         note_versions(self._versions, plan, versions)
@@ -163,4 +165,4 @@ class Loads:
         keys: Any = tuple([known.get(item.key) for item in items])  # those that are at rest are known
         plans = self._plans.known_of(keys)
         windows = windows_at_rest(keys, map(_spec, items)) if plans else None
-        return None if not plans or windows is None else ItemLoad(keys, windows, plans, items)
+        return None if not plans or windows is None else ItemLoad(keys, windows, plans, items, transfer.whole)

@@ -126,7 +126,17 @@ class WorkerMachine:
             lambda call, some: self._queue.enter_deletion(call, some),
             self._wake,
         )
-        inits = InitCalls(session, keys, taking_part, calls, directory, making, self._wake, deletions.afterwards)
+        inits = InitCalls(
+            session,
+            keys,
+            taking_part,
+            calls,
+            directory,
+            making,
+            self._wake,
+            self._fail_waiting,
+            deletions.afterwards,
+        )
         moves = Moves(view, servers, keys, outbox, calls, asker, transfer.declare, self._control.moved)
         self._connections = Connections(session, servers, moves, outbox, calls, asker, left, resting, emit)
         not_yet = NotYetReactions(keys, outbox, asker, self._connections, transfer)

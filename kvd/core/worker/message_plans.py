@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvd.core.machine import Row, Span
 from kvd.core.membership import ViewState
@@ -38,12 +39,19 @@ class MessagePlan:
     rows: tuple[Row, ...]  # from the payload to the values of the items
     nbytes: int  # of the payload, in the dtypes of the keys
     is_alone: bool = False  # made for one call: its bytes are rows, in another dtype than the key, or encoded
+    is_all: bool = False  # of its call
     uses: int = 0
     batch: int = 0  # its number as a batch; 0 until it is declared
     declared_to: int = 0  # the incarnation of the server that was told
 
-    def payload_of(self, items: Sequence[Item]) -> tuple[Span, ...]:
-        """What a message brings of the sources of these items."""
+    def payload_of(self, items: Sequence[Item], whole: Any = None) -> tuple[Span, ...]:
+        """What a message brings of the sources of these items.
+
+        Args:
+            whole: the sources side by side, if they lie so.
+        """
+        if self.is_all and whole is not None:
+            return (Span(whole, 0, self.nbytes),)
         spans = zip(self.items, self.ranges, strict=True)
         return tuple([Span(items[item].source, offset, nbytes) for item, (offset, nbytes) in spans])
 
@@ -65,11 +73,14 @@ class MessagePlans:
         self.changes = 0
         """Grows when plans are forgotten: those that were taken before must be asked for again."""
 
-    def of(self, keys: Sequence[WorkerKey], without: tuple[int, ...] = ()) -> list[MessagePlan]:
+    def of(
+        self, keys: Sequence[WorkerKey], without: tuple[int, ...] = (), *, in_few: bool = False
+    ) -> list[MessagePlan]:
         """The plans of a call on these keys: worked out once, and kept for the next call on the same keys.
 
         Args:
             without: the places of keys that have plans of their own, see `plan_slices`.
+            in_few: in as few messages as there can be, if nothing was worked out yet.
         """
         call = tuple(keys), without
         plans = self._plans.get(call)
@@ -78,7 +89,9 @@ class MessagePlans:
                 self.clear()
             slice_bytes = self._view.settings.slice_bytes
             most = max(slice_bytes, min(MOST_SLICES * slice_bytes, self._most_nbytes))
-            plans = self._plans[call] = plan_messages(keys, slice_bytes, most=most, without=without)
+            plans = self._plans[call] = plan_messages(
+                keys, slice_bytes, most=most, least=1 if in_few else LEAST_MESSAGES, without=without
+            )
         return plans
 
     def known_of(self, keys: tuple[WorkerKey | None, ...]) -> list[MessagePlan] | None:
@@ -216,6 +229,7 @@ def plan_messages(
     limit: int,
     *,
     most: int = 0,
+    least: int = LEAST_MESSAGES,
     with_specs: bool = False,
     without: Collection[int] = (),
 ) -> list[MessagePlan]:
@@ -224,13 +238,14 @@ def plan_messages(
     Args:
         most: bytes of a message to a partition that gets many of them. What such a partition has of one key goes in one
             message, if it fits.
+        least: how many messages of at most `limit` bytes are many, and how many larger ones are left.
         with_specs: the header has the specs of the keys too.
         without: the places of keys that are left out.
     """
     messages: list[_OpenMessage] = []
     open_: dict[int, _OpenMessage] = {}
     taken = [(item, key) for item, key in enumerate(keys) if item not in without]
-    limits = _limits([key for _, key in taken], limit, most) if most > limit else {}
+    limits = _limits([key for _, key in taken], limit, most, least) if most > limit else {}
     for item, key in taken:
         assert key.spec is not None
         header = header_nbytes(key, with_spec=with_specs)
@@ -246,15 +261,18 @@ def plan_messages(
                 message = open_[partition] = _OpenMessage(partition)
                 messages.append(message)
             message.add(SliceId(key.name, index, key.creation), item, span, header)
-    return [message.plan() for message in messages]
+    plans = [message.plan() for message in messages]
+    if len(plans) == 1 and not without:
+        plans[0].is_all = True
+    return plans
 
 
-def _limits(keys: Sequence[WorkerKey], limit: int, most: int) -> dict[int, int]:
-    """The most bytes of a message to each partition that gets more than LEAST_MESSAGES of them."""
+def _limits(keys: Sequence[WorkerKey], limit: int, most: int, least: int) -> dict[int, int]:
+    """The most bytes of a message to each partition that gets more than `least` of them."""
     totals: Counter[int] = Counter()
     for key in keys:
         totals.update(_sizes(key))
-    shares = {partition: min(most, nbytes // LEAST_MESSAGES) for partition, nbytes in totals.items()}
+    shares = {partition: min(most, nbytes // least) for partition, nbytes in totals.items()}
     return {partition: share for partition, share in shares.items() if share > limit}
 
 

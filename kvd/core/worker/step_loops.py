@@ -269,6 +269,11 @@ class StepLoops:
         """
         self._restored = Restored(steps, begins_past)
 
+    @property
+    def restored_steps(self) -> int:
+        """How many steps of all loops were made before the snapshot that was restored."""
+        return self._restored.steps
+
     def boundary(self) -> Boundary:
         """Where the program is, for a snapshot. After it, the present step pushes nothing that it has not pushed yet.
 

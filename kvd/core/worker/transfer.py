@@ -180,7 +180,7 @@ class Transfer:
         """Parts of tables, and slices that are decoded on one side, travel one by one, so that the sizes of others do
         not matter."""
         if not transfer.cast and not transfer.some_encoded and not transfer.some_rows and transfer.takes is None:
-            return self._plans.of(call.keys)
+            return self._plans.of(call.keys, in_few=transfer.in_few)
         keys, items = call.keys, transfer.items
         tables = tuple([place for place, item in enumerate(items) if item.ranges is not None])
         coded = [
@@ -280,7 +280,7 @@ class Transfer:
         transfer, items = progress.transfer, progress.transfer.items
         payload: tuple[Span, ...] = ()
         if isinstance(message, PullRows) or (transfer.push and transfer.how != ABSENT):
-            payload = plan.payload_of(items)
+            payload = plan.payload_of(items, transfer.whole)
         nbytes = 0  # a pull takes no credit: the push that it waits for may be behind it
         if payload and transfer.push:
             nbytes = sum([size for _, size in plan.ranges]) if plan.is_alone else plan.nbytes

@@ -1,7 +1,8 @@
 """The output of a job's processes: handed to a sink piece by piece, with the name of its node.
 
 A piece is a line with its end, ``\\n`` or ``\\r``, or a part of a line: of a very long one, or of one that the process
-has begun and waits with, as prompts and progress bars do.
+has begun and waits with, as prompts and progress bars do. A ``\\r`` that stands before text is a part of that piece, so
+that nothing else is written between the two.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_HELD_S: Final = 5.0
 """How long output is held back at most, even in the middle of a traceback."""
 
 _READ_BYTES: Final = 64 * 1024
-_END: Final = re.compile(rb"\r?\n|\r(?=[^\n])")
+_END: Final = re.compile(rb"\r?\n|(?<=[^\r\n])\r(?=[^\n])")
 _HEADER: Final = b"Traceback (most recent call last):"
 _CHAINS: Final = (b"During handling of the above exception, ", b"The above exception was the direct cause ")
 _ESCAPE: Final = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*)?\Z")
@@ -243,9 +244,7 @@ def _parts(line: bytes) -> list[bytes]:
 
 def _whole(text: bytes) -> int:
     """Return how many bytes of a text end before a character, an escape sequence or a ``\\r\\n`` that is cut."""
-    size = len(text)
-    if text.endswith(b"\r"):
-        size -= 1
+    size = len(text.rstrip(b"\r"))
     for back in range(1, min(4, size + 1)):
         byte = text[size - back]
         if byte >= 0xC0:  # the first byte of a character

@@ -54,7 +54,7 @@ class JaxModel(ProcessBound):
         self._functions = Functions(apply, loss, tree)
         self._values: dict[str, HostArray] = {}
         for path, leaf in leaves:
-            name = ".".join(_part(entry) for entry in path) or "params"
+            name = path_name(path) or "params"
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 raise ConfigError(f"params: {name} is a {type(leaf).__name__}, not an array", setting="params")
             self._values[name] = np.array(leaf)
@@ -106,6 +106,11 @@ class JaxModel(ProcessBound):
                 f"apply cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"
             ) from error
         return {name: (tuple(array.shape), np.dtype(array.dtype).name) for name, array in outputs.items()}
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Return the path of a leaf through a pytree, joined by dots; "" for a tree that is a single leaf."""
+    return ".".join(map(_part, path))
 
 
 def _part(entry: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Unpack
 
@@ -20,10 +21,14 @@ from kvd.parallel.models.torch.embeddings import row_sparse_parameters
 from kvd.parallel.models.torch.loss import BatchLoss, LossFunction, LossReduction
 from kvd.parallel.models.torch.module_copy import trained_and_states
 from kvd.parallel.models.torch.passes import TorchPasses
+from kvd.parallel.models.torch.step_seed import StepSeed
 from kvd.parallel.models.torch.tensors import as_tensor, dtype_of, host_copy, outputs_of
 from kvd.parallel.models.torch.threads import CpuThreads
 
 HOST = Device("cpu")
+QUICK = 2**30
+"""Pairs of an input element and a parameter. With fewer, a forward on the CPU takes less time than what torch imports
+for its ``meta`` device: more than a second."""
 
 
 class Trained(Protocol):
@@ -120,8 +125,8 @@ class TorchModel(ProcessBound):
     def describe(self, data: Sequence[DataDesc], labels: Sequence[DataDesc] = ()) -> ModelDescription:
         """See `kvd.parallel.Model.describe`.
 
-        To find the outputs, the module runs on torch's ``meta`` device, which has shapes but no values, or, if it
-        cannot, on the CPU with zeros; in both cases in evaluation mode.
+        To find the outputs, the module runs in evaluation mode: a small one on the CPU with zeros, a larger one on
+        torch's ``meta`` device, which has shapes but no values. If it cannot run there, the other one is tried.
 
         Raises:
             ConfigError: the module cannot take such data; labels without a loss; an output whose batch axis grows by
@@ -150,21 +155,25 @@ class TorchModel(ProcessBound):
         return DeviceExecutor(plan, TorchPasses(self.module, self.loss, plan, self._threads))
 
     def _output_shapes(self, descs: Sequence[DataDesc]) -> Mapping[str, tuple[Shape, str]]:
-        try:
-            outputs = self._evaluate("meta", descs)
-        except Exception:  # noqa: BLE001  a module may raise anything where there are no values
+        pairs = sum(math.prod(desc.shape) for desc in descs) * sum(p.numel() for p in self.module.parameters())
+        outputs: dict[str, torch.Tensor] | None = None
+        errors: dict[str, Exception] = {}
+        for where in ("cpu", "meta") if pairs <= QUICK else ("meta", "cpu"):
             try:
-                outputs = self._evaluate("cpu", descs)
-            except Exception as error:
-                given = ", ".join(f"{desc.name} {desc.shape} {desc.dtype}" for desc in descs)
-                raise ConfigError(
-                    f"the module cannot take {given}: {type(error).__name__}: {error}", setting="data_shapes"
-                ) from error
+                outputs = self._evaluate(where, descs)
+                break
+            except Exception as error:  # noqa: BLE001  a module may raise anything where there are no values
+                errors[where] = error
+        if outputs is None:
+            given = ", ".join(f"{desc.name} {desc.shape} {desc.dtype}" for desc in descs)
+            why = errors["cpu"]
+            text = f"the module cannot take {given}: {type(why).__name__}: {why}"
+            raise ConfigError(text, setting="data_shapes") from why
         return {name: (tuple(tensor.shape), dtype_of(tensor.dtype).name) for name, tensor in outputs.items()}
 
     def _evaluate(self, where: str, descs: Sequence[DataDesc]) -> dict[str, torch.Tensor]:
         """The outputs by name; on ``"meta"`` they have no values."""
         module = copy.deepcopy(self.module).to(where).eval()
         inputs = [torch.zeros(desc.shape, dtype=getattr(torch, desc.dtype), device=where) for desc in descs]
-        with torch.no_grad():
+        with torch.no_grad(), StepSeed(torch.device("cpu"), ()).during(0, is_train=True):  # as if nothing was drawn
             return outputs_of(module(*inputs))

@@ -1,0 +1,1 @@
+"""BytePS's names. Programs for torch import `kvd.compat.byteps.torch`."""

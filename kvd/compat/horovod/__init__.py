@@ -1,0 +1,1 @@
+"""Horovod's names. Programs for torch import `kvd.compat.horovod.torch`."""

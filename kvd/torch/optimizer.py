@@ -1,0 +1,246 @@
+"""`DistributedOptimizer`: a torch optimizer whose gradients are those of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+
+from kvd.client.facades.blocking import KVStore, backend_of, create
+from kvd.errors import NotAllowed
+from kvd.torch.buckets import Bucket, divide
+from kvd.torch.gradients import GradientHook, GradientPasses, Sparse, uncompiled
+from kvd.torch.mapping import Hyperparameters, from_torch
+from kvd.torch.parameters import ModelParameters, Named, check_agreement, parameters_of
+from kvd.torch.servers import ServersMode
+from kvd.torch.workers import WorkersMode, optimizer_error
+from kvd.torch.wrapping import WrappedOptimizer, parameters_added
+
+Where: TypeAlias = Literal["servers", "workers"]
+Op: TypeAlias = Literal["mean", "sum"]
+
+_USED = "kvd.torch/used/"  # begins the key that counts how many workers have gradients of each parameter
+
+
+class DistributedOptimizer(WrappedOptimizer):
+    """A torch optimizer whose gradients are those of all workers of a job.
+
+    It takes the place of the optimizer that it wraps, in the training loop, in learning rate schedulers, and in
+    ``torch.amp.GradScaler``. Both have the same `param_groups`, `state`, `defaults` and hooks. Each parameter that
+    needs gradients is a key of the store, named as in ``state_dict()``. Every worker begins with the parameters of
+    worker 0. During ``backward()``, gradients are sent in buckets, the last layers first, while those of earlier layers
+    are computed.
+
+    **where="servers"**: the servers make the steps of the optimizer (see `from_torch`) and keep its state. ``step()``
+    waits for the new weights, which equal those of one process with the whole batch, to rounding. A worker that is
+    restarted continues with its step (`steps`), and snapshots, readers and workers that join later find everything on
+    the servers. A learning rate that the program or a scheduler has changed counts from the next ``backward()`` on. A
+    parameter without a gradient counts as one with zeros: momentum and weight decay still change it. The servers get
+    the gradients before the program can change them, so ``clip_grad_norm_`` and ``GradScaler`` do not work.
+
+    **where="workers"**: when ``backward()`` returns, each ``.grad`` is the mean (or sum) over the workers, so clipping,
+    ``GradScaler``, and any optimizer work as in one process, with the bits of ``DistributedDataParallel``. A parameter
+    to which no worker has a gradient keeps ``.grad`` as it is. The weights are in the memory of the workers.
+
+    Buffers, such as the statistics of BatchNorm, are each worker's own: see `broadcast_buffers`. A backward that gives
+    no gradient to any of these parameters sends nothing, so several optimizers may take turns.
+
+    Attributes:
+        store: the store of the keys.
+
+    Args:
+        optimizer: the optimizer to wrap. Use this one in its place from now on.
+        named_parameters: ``model.named_parameters()`` of every module that it updates. Of tied parameters the first
+            name counts. Parameters that need no gradients are only given the values of worker 0.
+        where: where the optimizer runs.
+        op: what becomes of the gradients of the workers. With ``"sum"``, set gradients to zero in each step.
+        store: None: ``kvd.create("dist_sync")``.
+        bucket_bytes: how many bytes of gradients travel together. A larger parameter travels alone.
+        first_bucket_bytes: the same for the bucket that leaves first.
+        compression: compresses gradients, as `kvd.KVStore.set_gradient_compression` does for all of the store.
+        sparse: what becomes of sparse gradients: ``"refuse"`` raises, ``"dense"`` sends them as dense ones.
+
+    Raises:
+        NotAllowed: the parameters are not those of the optimizer, cannot be trained, or are wrapped already; the
+            servers have no such optimizer; other workers have other parameters or options (in all workers); or an
+            argument is wrong.
+        NodeLost, RequestTimeout, BarrierBroken: as the calls of the store.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        where: Where,
+        op: Op,
+        store: KVStore | None = None,
+        bucket_bytes: int = 4 << 20,
+        first_bucket_bytes: int = 1 << 20,
+        compression: Mapping[str, Any] | None = None,
+        sparse: Sparse = "refuse",
+    ) -> None:
+        super().__init__(optimizer)
+        _check_choice("where", where, get_args(Where))
+        _check_choice("op", op, get_args(Op))
+        _check_choice("sparse", sparse, get_args(Sparse))
+        parameters = parameters_of(optimizer, named_parameters)
+        named = [*parameters.trained, *parameters.frozen]
+        hyperparameters = None
+        if where == "servers":
+            from_torch(optimizer, named)  # raises if it has made steps
+            hyperparameters = Hyperparameters(optimizer, named)
+        self._num_parameters = _count(optimizer)
+        self.store = create("dist_sync") if store is None else store
+        backend = backend_of(self.store)
+        _check_store(self.store, where)
+        _check_free(self.store, parameters)
+        options = f"where={where} op={op} bucket_bytes={bucket_bytes} first_bucket_bytes={first_bucket_bytes}"
+        check_agreement(backend.rounds, self.store.rank, [options, *parameters.lines()])
+        if compression is not None:
+            self.store.set_gradient_compression(compression)
+        also = (f"{_USED}{parameters.trained[0][0]}", len(parameters.trained)) if where == "workers" else None
+        self._make_keys(parameters, op, also)
+        # The keys of where="workers" hold weights until the first step only.
+        if where == "servers" or not (self.store.restarted or backend.steps.restored_steps):
+            self._load(named)
+        divided = divide(parameters.trained, first_bytes=first_bucket_bytes, most_bytes=bucket_bytes)
+        buckets = [Bucket(slots, -slots[-1].number, also if slots is divided[-1] else None) for slots in divided]
+        for bucket in buckets:
+            bucket.bind(backend)
+        self._mode: WorkersMode | ServersMode
+        if hyperparameters is not None:
+            self._mode = ServersMode(optimizer, self.store, buckets, hyperparameters)
+        else:
+            self._mode = WorkersMode(optimizer, backend.updates, buckets)
+        self._passes = GradientPasses(
+            backend,
+            buckets,
+            parameters.frozen,
+            self._mode.destination,
+            sparse,
+            repeats=where == "workers" and op == "mean",
+            on_begin=self._begin,
+            on_first=self._mode.before_first,
+            on_end=self._mode.end,
+        )
+        self._mode.passes = self._passes
+        self._keys = [name for bucket in buckets for name in bucket.names]
+
+    def _make_keys(self, parameters: ModelParameters, op: Op, also: tuple[str, int] | None) -> None:
+        """Make a key per parameter, with the values of worker 0."""
+        named = [*parameters.trained, *parameters.frozen]
+        names = [name for name, _ in named]
+        values: list[Any] = [parameter.detach() for _, parameter in named]
+        merges: list[Any] = [op] * len(parameters.trained) + [None] * len(parameters.frozen)
+        if also is not None:
+            name, size = also
+            names.append(name)
+            values.append(np.zeros(size, np.int32))
+            merges.append("sum")
+        self.store.init(names, values, merge=merges)
+
+    def _load(self, named: Sequence[Named]) -> None:
+        """Give the parameters the values of their keys."""
+        self.store.pull([name for name, _ in named], out=[parameter.detach() for _, parameter in named])
+
+    def _begin(self) -> None:
+        if _count(self._wrapped) != self._num_parameters:
+            raise parameters_added()
+        self._mode.begin()
+
+    # ── what a training loop calls ──
+
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters with the gradients of all workers.
+
+        Args:
+            closure: computes the loss again, and its gradients, for optimizers that want that.
+
+        Returns:
+            What the closure returned, if there is one.
+
+        Raises:
+            NotAllowed: the gradients of this step are not complete, or not sent.
+        """
+        return self._mode.step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # hooks of steps are called by the wrapped optimizer
+
+    @uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the parameters, as `torch.optim.Optimizer.zero_grad` does."""
+        self._mode.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients only accumulate. The next ``backward()`` outside of it sends the sum."""
+        return self._passes.no_sync()
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Iterate over the steps of a training, as `kvd.KVStore.steps` does for the keys of this optimizer.
+
+        Each step has one ``backward()`` whose gradients are sent. A program with several optimizers uses
+        ``store.steps(total)``.
+        """
+        for step in self.store.steps(total, keys=self._keys):
+            yield step
+            self._mode.end_step()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, in all workers.
+
+        Raises:
+            NotAllowed: with ``where="servers"``, it has the state of an optimizer that has made steps.
+        """
+        self._mode.load_state_dict(state_dict)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `step` divides gradients by the scale of a `torch.amp.GradScaler`, which asks for it."""
+        if isinstance(self._mode, ServersMode):
+            self._mode.refuse_scaler()
+        return False
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = " or ".join(repr(choice) for choice in choices)
+        raise NotAllowed(f"{name} is {known}, not {value!r:.40}")
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum([len(group["params"]) for group in optimizer.param_groups])
+
+
+def _check_store(store: KVStore, where: Where) -> None:
+    backend = backend_of(store)
+    if where == "servers":
+        return
+    if not backend.facts.versioned:
+        text = f'a {store.type} store merges no gradients, so where="workers" has nothing to update with'
+        raise NotAllowed(f'{text}: use dist_sync, or where="servers"')
+    if backend.steps.has_optimizer().result():
+        raise optimizer_error("before this one was wrapped")
+
+
+def _check_free(store: KVStore, parameters: ModelParameters) -> None:
+    """Raise NotAllowed if another optimizer has one of the parameters, or of the keys."""
+    binding = backend_of(store).binding
+    for name, parameter in parameters.trained:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in list(hooks.values()):
+            if not isinstance(hook, GradientHook):
+                continue
+            if hook.passes.is_live:
+                raise NotAllowed(f"parameter {name!r} is wrapped already, by another DistributedOptimizer", key=name)
+            hook.passes.remove()
+        if binding.is_bound(name):
+            raise NotAllowed(
+                f"key {name!r} is in use, by another optimizer of this store or by kv.bind: two modules whose "
+                f"parameters have the same names need prefixes, as module.named_parameters(prefix='generator') has",
+                key=name,
+            )

@@ -1,0 +1,167 @@
+"""``where="servers"``: the servers update the weights, and each worker gets them in its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvd.client.calls.handle import Handle
+from kvd.client.facades.blocking import KVStore, backend_of
+from kvd.errors import NotAllowed
+from kvd.optimizer import Optimizer
+from kvd.torch.buckets import Bucket, Slot
+from kvd.torch.gradients import GradientPasses, Phase
+from kvd.torch.mapping import Hyperparameters, changes_between
+
+_on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer, Optimizer]] = WeakKeyDictionary()
+"""For each store, the optimizer that was set, and the same with the hyperparameters that were sent last, by any worker.
+"""
+
+
+class ServersMode:
+    """The gradients of a pass are an update of the servers. `step` waits for the weights after it.
+
+    A store has one optimizer for all keys. Several wrapped ones of one class share it: each pass begins with the
+    hyperparameters of its own. A worker sends them for all, before its first gradients leave: that of the lowest rank.
+
+    Args:
+        wrapped: the optimizer of the program, which makes no step.
+        hyperparameters: of the wrapped optimizer, as on the servers.
+
+    Raises:
+        NotAllowed: the store has an optimizer of another class.
+    """
+
+    def __init__(
+        self,
+        wrapped: torch.optim.Optimizer,
+        store: KVStore,
+        buckets: Sequence[Bucket],
+        hyperparameters: Hyperparameters,
+    ) -> None:
+        self._wrapped = wrapped
+        self._store = store
+        self._updates = backend_of(store).updates
+        self._buckets = buckets
+        self._parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
+        self._hyperparameters = hyperparameters
+        self._change: Handle | None = None  # of hyperparameters
+        if self._updates.last_set is None:
+            store.set_optimizer(hyperparameters.optimizer)
+        self._there()
+        self._hooked_step = torch.optim.Optimizer.profile_hook_step(self._step)
+        self.passes: GradientPasses
+
+    def destination(self, slot: Slot) -> torch.Tensor:
+        """Return the tensor that the weights go to."""
+        return slot.parameter
+
+    def begin(self) -> None:
+        """A pass begins: send the hyperparameters that the program has changed."""
+        self._hyperparameters.changed()
+        mine, there = self._hyperparameters.optimizer, self._there()
+        if mine == there:
+            return
+        last_set = self._updates.last_set
+        assert last_set is not None
+        _on_servers[self._store] = last_set, mine
+        if self._store.rank == min(self._store.ranks):
+            self._change = self._updates.update_optimizer(changes_between(there, mine))
+
+    def _there(self) -> Optimizer:
+        """The optimizer as the servers have it. Raises NotAllowed if it is of another class than this one."""
+        last_set, mine = self._updates.last_set, self._hyperparameters.optimizer
+        if type(last_set) is not type(mine):
+            raise NotAllowed(
+                f"the servers have one optimizer for all keys of a store, which is {type(last_set).__name__}, so a "
+                f'{type(mine).__name__} cannot join it: use optimizers of one class, or where="workers" for all'
+            )
+        assert last_set is not None
+        base, current = _on_servers.get(self._store, (last_set, last_set))
+        return current if base is last_set else last_set
+
+    def before_first(self) -> None:
+        """The first gradients are about to leave: the servers must have the hyperparameters for them."""
+        change, self._change = self._change, None
+        if change is not None:
+            change.wait()
+
+    def end(self) -> None:
+        """Backward has ended: everything is under way."""
+
+    def step(self, closure: Callable[[], Any] | None) -> None:
+        """Wait for the weights.
+
+        Raises:
+            NotAllowed: there is a closure; or gradients are not sent.
+        """
+        if closure is not None:
+            raise NotAllowed(
+                'with where="servers" step() takes no closure, since servers do not run code: call backward() before '
+                'step(), or use where="workers"'
+            )
+        self._hooked_step(self._wrapped)
+
+    def _step(self, _: torch.optim.Optimizer) -> None:
+        self.passes.check_ended()
+        if self.passes.phase is Phase.IDLE:
+            if any(parameter.grad is not None for parameter in self._parameters):
+                raise NotAllowed(
+                    "no gradients were sent since the last step(): the servers get those of the last backward() "
+                    "outside of no_sync(), not those that a program writes into .grad"
+                )
+            return
+        for bucket in self._buckets:
+            bucket.receive()
+        torch.autograd.graph.increment_version(self._parameters)
+        self.passes.step_done()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget the gradients.
+
+        Raises:
+            NotAllowed: they were sent already.
+        """
+        if self.passes.phase is Phase.SENT:
+            raise NotAllowed(
+                "these gradients were sent already, and the servers update the weights with them: call step() before "
+                "zero_grad(). If they come from the backward() of another optimizer's loss, as that of a generator, "
+                "put it into no_sync() of this optimizer"
+            )
+        self._wrapped.zero_grad(set_to_none)
+        if self.passes.phase is Phase.IDLE:
+            self.passes.step_done()
+
+    def end_step(self) -> None:
+        """An iteration of `steps` is over.
+
+        Raises:
+            NotAllowed: gradients were sent, and `step` was not called.
+        """
+        self.passes.check_ended()
+        if self.passes.phase is Phase.SENT:
+            raise NotAllowed("this step has sent gradients, and did not call optimizer.step()")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load hyperparameters.
+
+        Raises:
+            NotAllowed: there is state of parameters, which is on the servers here.
+        """
+        if state_dict.get("state"):
+            raise NotAllowed(
+                'with where="servers" the state of the optimizer is on the servers, and a state_dict of torch cannot '
+                "be loaded there: load a snapshot of the store with kv.restore, or its kv.load_optimizer_states"
+            )
+        self._wrapped.load_state_dict(dict(state_dict))
+
+    def refuse_scaler(self) -> NoReturn:
+        """Raise NotAllowed: `torch.amp.GradScaler` is about to make a step."""
+        raise NotAllowed(
+            'a GradScaler cannot be used with where="servers": the scaled gradients were sent in backward(), before it '
+            "could divide them, and the weights are spoilt. Use bfloat16, which needs no scaler, or "
+            'where="workers"'
+        )
