@@ -33,7 +33,7 @@ class DistributedOptimizer(WrappedOptimizer):
     """A torch optimizer whose gradients are those of all workers of a job.
 
     It takes the place of the optimizer that it wraps, in the training loop, in learning rate schedulers, and in
-    ``torch.amp.GradScaler``. Both have the same `param_groups`, `state`, `defaults` and hooks. Each parameter that
+    ``torch.amp.GradScaler``. Both have the same ``param_groups``, ``state``, ``defaults`` and hooks. Each parameter that
     needs gradients is a key of the store, named as in ``state_dict()``. Every worker begins with the parameters of
     worker 0. During ``backward()``, gradients are sent in buckets, the last layers first, while those of earlier layers
     are computed.
