@@ -16,9 +16,9 @@ from kvd.torch.buckets import Bucket, Slot
 from kvd.torch.gradients import GradientPasses, Phase
 from kvd.torch.mapping import Hyperparameters, changes_between
 
-_on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer, Optimizer]] = WeakKeyDictionary()
-"""For each store, the optimizer that was set, and the same with the hyperparameters that were sent last, by any worker.
-"""
+_on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer, Optimizer, int]] = WeakKeyDictionary()
+"""For each store, the optimizer that was set, the same with the hyperparameters that were sent last, and the rank of the
+worker that was to send them."""
 
 
 class ServersMode:
@@ -67,13 +67,18 @@ class ServersMode:
             return
         last_set = self._updates.last_set
         assert last_set is not None
-        _on_servers[self._store] = last_set, mine
-        if self._store.rank == min(self._store.ranks):
+        lowest = min(self._store.ranks)
+        _on_servers[self._store] = last_set, mine, lowest
+        if self._store.rank == lowest:
             self._change = self._updates.update_optimizer(changes_between(there, mine))
 
     def _there(self) -> Optimizer | None:
-        """The optimizer as the servers have it; None: only a predecessor of this worker knows. Raises NotAllowed if it
-        is of another class than this one."""
+        """The optimizer as the servers have it; None: this worker sends the hyperparameters from now on, and only its
+        predecessor, or the worker that sent them before, knows which ones have arrived.
+
+        Raises:
+            NotAllowed: it is of another class than this one.
+        """
         last_set, mine = self._updates.last_set, self._hyperparameters.optimizer
         if type(last_set) is not type(mine):
             raise NotAllowed(
@@ -81,9 +86,10 @@ class ServersMode:
                 f'{type(mine).__name__} cannot join it: use optimizers of one class, or where="workers" for all'
             )
         assert last_set is not None
-        base, current = _on_servers.get(self._store, (None, None))
+        base, current, sender = _on_servers.get(self._store, (None, None, 0))
         if base is last_set:
-            return current
+            is_successor = self._store.rank == min(self._store.ranks) != sender
+            return None if is_successor else current
         return None if self._store.restarted and base is None else last_set
 
     def before_first(self) -> None:
@@ -126,7 +132,7 @@ class ServersMode:
         """Forget the gradients.
 
         Raises:
-            NotAllowed: they were sent already.
+            NotAllowed: they, or some of a backward that has failed, were sent already.
         """
         if self.passes.phase is Phase.SENT:
             raise NotAllowed(
@@ -134,9 +140,8 @@ class ServersMode:
                 "zero_grad(). If they come from the backward() of another optimizer's loss, as that of a generator, "
                 "put it into no_sync() of this optimizer"
             )
+        self.passes.forget()
         self._wrapped.zero_grad(set_to_none)
-        if self.passes.phase is Phase.IDLE:
-            self.passes.step_done()
 
     def end_step(self) -> None:
         """An iteration of `steps` is over.

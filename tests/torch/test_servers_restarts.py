@@ -12,7 +12,7 @@ from torch import nn
 
 import kvd
 import kvd.torch as kt
-from kvd.errors import NotResumed
+from kvd.errors import StateLost
 from kvd.testing.cluster import LocalCluster, wait_until
 
 STEPS, DEATH = 12, 7
@@ -80,5 +80,36 @@ def test_a_restarted_worker_with_an_optimizer_of_its_own_is_told_that_it_cannot_
         kv = wait_until(lambda: cluster.store(node_id="worker-0"), "the worker is back")
         model, optimizer = wrap(kv, "workers")
         assert all(map(torch.equal, model.parameters(), MODEL.parameters())), "keys hold gradients, no weights"
-        with pytest.raises(NotResumed, match="in the memory of the workers"):
+        with pytest.raises(StateLost, match="no living worker has the weights"):
             next(iter(optimizer.steps(STEPS)))
+
+
+def test_another_worker_sends_the_rate_that_a_dead_one_did_not_send() -> None:
+    """The worker of the lowest rank dies in the step whose new rate it was to send, and the others go on without it."""
+    rates = [0.1, 0.1, 0.0, 0.0, 0.0]
+
+    def program(cluster: LocalCluster, rank: int) -> list[float]:
+        kv = cluster.store(node_id=f"worker-{rank}", preferred_rank=rank)
+        model, optimizer = wrap(kv, "servers")
+        weights: list[float] = []
+        for number in optimizer.steps(len(rates)):
+            if rank == 0 and rates[number] == 0.0:
+                kv.__exit__(RuntimeError, None, None)  # as a program that has failed
+                return weights
+            if number == 3:
+                wait_until(lambda: kv.ranks == (1,), "the worker knows that it is alone")
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = rates[number]
+            loss: Any = model(X[number][rank]).square().mean()
+            loss.backward()
+            optimizer.step()
+            weights.append(next(model.parameters())[0, 0].item())
+        kv.close()
+        return weights
+
+    settings: dict[str, Any] = {"worker_timeout_s": 8.0, "request_timeout_s": 60.0, "heartbeat_interval_s": 0.1}
+    with LocalCluster(2, 1, on_worker_loss="shrink", **settings) as cluster, ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(program, cluster, rank) for rank in range(2)]
+        assert len(futures[0].result()) == 2
+        weights = futures[1].result()
+    assert weights[2] == weights[3] == weights[4], "the rate of 0 has not come to the servers"
