@@ -17,8 +17,8 @@ from kvd.torch.gradients import GradientPasses, Phase
 from kvd.torch.mapping import Hyperparameters, changes_between
 
 _on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer, Optimizer, int]] = WeakKeyDictionary()
-"""For each store, the optimizer that was set, the same with the hyperparameters that were sent last, and the rank of the
-worker that was to send them."""
+"""For each store, the optimizer that was set, the same with the hyperparameters that were sent last, and the rank of
+the worker that was to send them."""
 
 
 class ServersMode:
