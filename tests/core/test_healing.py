@@ -31,10 +31,10 @@ HEAD = 3
 
 
 class Passing(Harness):
-    """Three workers of a server that leads the first partition."""
+    """Workers of a server that leads the first partition."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(cluster(3), workers=3, **more)
+    def __init__(self, workers: int = 3, **more: Any) -> None:
+        super().__init__(cluster(workers), workers=workers, **more)
 
     def offer(self, rank: int, made: int, request: int = 0, **more: Any) -> list[Effect]:
         return self.say(rank, OfferState(request or self.request(), made), **more)
@@ -274,6 +274,16 @@ def test_parts_count_against_the_memory_of_the_server() -> None:
     assert harness.explain()["memory_used_bytes"] - used == 1 << 19
     harness.fetch(2, transfer, 6, 6)
     assert harness.explain()["memory_used_bytes"] == used
+
+
+def test_a_transfer_for_which_there_is_no_memory_makes_room_for_the_next() -> None:
+    harness = Passing(4, memory=1 << 20)
+    transfer = harness.pair(donor=0, taker=1, made=4)
+    harness.offer(2, 5)
+    assert told(harness.want(3, 5)) == []
+    effects = harness.give(0, transfer, 0, value=bytes(1 << 21))
+    assert [type(message) for message in told(effects, peer(1))] == [Refused]
+    assert one(told(effects, peer(2))).takers == (3,)
 
 
 def test_states_are_passed_on_in_synchronous_stores_only() -> None:

@@ -373,6 +373,7 @@ class Healing:
         if error:
             self._refuse_takers(transfer, error)
             self._effects.send(event.peer, StateGone(message.request, Gone.AGAIN))
+            self._look()
             return
         transfer.size = size
         transfer.parts[message.part] = part = _Part(event.peer, message, Span(event.payload, 0, event.nbytes))
