@@ -136,8 +136,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if hyperparameters is not None:
             self._mode = ServersMode(optimizer, self.store, buckets, hyperparameters)
         else:
-            updating = healing_of(self.store).updating
-            self._mode = WorkersMode(optimizer, backend.updates, buckets, merged, updating)
+            self._mode = WorkersMode(optimizer, backend.updates, buckets, merged, healing_of(self.store))
         self._passes = GradientPasses(
             backend,
             buckets,

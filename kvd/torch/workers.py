@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvd.client.calls.backend import Updates
+from kvd.client.calls.healing import Healing
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, Slot
 from kvd.torch.buffers import BufferMeans
@@ -25,7 +26,7 @@ class WorkersMode:
         updates: of the store.
         buckets: the last one counts who has gradients.
         buffers: what is merged besides, when the gradients are; None: nothing.
-        on_received: called when the merged gradients are in the parameters.
+        healing: learns when the merged gradients are in the parameters.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class WorkersMode:
         updates: Updates,
         buckets: list[Bucket],
         buffers: BufferMeans | None,
-        on_received: Callable[[], None],
+        healing: Healing,
     ) -> None:
         self._wrapped = wrapped
         self._updates = updates
         self._buckets = buckets
         self._buffers = buffers
-        self._on_received = on_received
+        self._healing = healing
         self._fresh: dict[Slot, torch.Tensor] = {}  # gradients of other workers, for parameters that have none here
         self.passes: GradientPasses
 
@@ -68,8 +69,9 @@ class WorkersMode:
         """Backward has ended: put the merged gradients into the parameters."""
         if self._buffers is not None:
             self._buffers.send()
-        for bucket in self._buckets:
-            bucket.receive()
+        with self._healing.on_this_thread():  # on CUDA, backward ends on a thread of autograd
+            for bucket in self._buckets:
+                bucket.receive()
         if self._fresh:
             used = self._buckets[-1].also_received
             assert used is not None
@@ -79,8 +81,9 @@ class WorkersMode:
                     slot.parameter.grad = gradient
             self._fresh = {}
         if self._buffers is not None:
-            self._buffers.bucket.receive()
-        self._on_received()
+            with self._healing.on_this_thread():
+                self._buffers.bucket.receive()
+        self._healing.updating()
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Update the weights with the merged gradients.

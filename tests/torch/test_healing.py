@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import kvd.torch as kt
 from kvd.testing.cluster import LocalCluster
 from tests.torch import healing_program as program
 
@@ -87,6 +89,40 @@ def test_each_moment_of_death(tmp_path: Path) -> None:
     assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * program.WORKERS
     assert len(list((tmp_path / "disturbed").glob("died-*"))) == len(DEATHS)
     assert results[0]["scale"] != 65536.0
+
+
+def test_a_backward_that_ends_on_another_thread_gives_the_state() -> None:
+    """As it does on CUDA: the thread of the program waits for it."""
+    steps, death = 6, 3
+    x = torch.randn(steps, 2, 4, 5, generator=torch.Generator().manual_seed(3))
+
+    def train(cluster: LocalCluster, rank: int, until: int) -> list[torch.Tensor]:
+        kv = cluster.store(node_id=f"worker-{rank}", preferred_rank=rank)
+        model = nn.Linear(5, 2)
+        optimizer = kt.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+            model.named_parameters(),
+            where="workers",
+            op="mean",
+            store=kv,
+        )
+        with ThreadPoolExecutor(1) as other:
+            for step in optimizer.steps(steps):
+                if step == until:
+                    kv.__exit__(RuntimeError, None, None)  # as a program that has failed
+                    break
+                optimizer.zero_grad()
+                loss: Any = model(x[step][rank]).square().mean()
+                other.submit(loss.backward).result()
+                optimizer.step()
+        kv.close()
+        return [value.detach() for value in model.parameters()]
+
+    with LocalCluster(2, 1, **SETTINGS) as cluster, ThreadPoolExecutor(2) as threads:
+        survivor = threads.submit(train, cluster, 0, steps)
+        threads.submit(train, cluster, 1, death).result()
+        mine, theirs = threads.submit(train, cluster, 1, steps).result(), survivor.result()
+    assert all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from kvd.client.calls.program_steps import ProgramSteps, StepIteration, Steps
@@ -56,6 +57,9 @@ class StatePassing(Protocol):
     def attend(self, holder: StateHolder) -> None:
         """From now on, waits of this thread give the state to those who lack it."""
 
+    def on_this_thread(self) -> AbstractContextManager[None]:
+        """A context in which waits of this thread give the state, too, while that of `attend` waits for this one."""
+
     def has(self, made: int | None) -> None:
         """The state is that after so many steps, until the next call; None: it is that of no step."""
 
@@ -97,6 +101,13 @@ class Healing:
                 "parameters in its groups"
             )
         self._holder = holder
+
+    def on_this_thread(self) -> AbstractContextManager[None]:
+        """A context in which waits of this thread give the state to those who lack it, as those of the program's own
+        thread do. That one waits for this one meanwhile."""
+        if self._passing is None or self._holder is None:
+            return nullcontext()
+        return self._passing.on_this_thread()
 
     def updating(self) -> None:
         """The state is about to change, and is that of no step until the present one ends."""

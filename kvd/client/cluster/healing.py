@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from zlib import crc32
 
@@ -145,6 +145,17 @@ class ClusterStates:
         self._holder = holder
         self._thread = threading.get_ident()
         self._engine.take_duty(self)
+
+    @contextmanager
+    def on_this_thread(self) -> Iterator[None]:
+        if self._thread in (0, threading.get_ident()):
+            yield
+            return
+        self._engine.take_duty(self)
+        try:
+            yield
+        finally:
+            self._engine.take_duty(None)
 
     def has(self, made: int | None) -> None:
         self._made = made
