@@ -91,8 +91,8 @@ class Embedding(nn.Module):
         self._has_optimizer = False
         self._is_accumulating = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and rows of whole backwards
-        self._coming: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the present one
-        self._task = -1  # its number
+        self._coming: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # of the present one, with numbers of autograd
+        self._task = -1  # the number whose end is noticed
 
     def _checked_padding(self, padding_idx: int | None) -> int | None:
         if padding_idx is None:
@@ -183,17 +183,25 @@ class Embedding(nn.Module):
         """Keep the row gradients of one forward until the end of this backward."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._coming = task, []  # an earlier backward that failed half-way left its own
+            self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         gradient, rows.grad = rows.grad, None
         if gradient is not None:
             found = gradient.detach().cpu()
-            self._coming.append((named, found if is_named is None else found[is_named]))
+            self._coming.append((task, named, found if is_named is None else found[is_named]))
 
     def _end_backward(self) -> None:
-        self._gradients += self._coming
-        self._coming = []
-        if self._is_accumulating:
+        number, self._task = torch._C._current_graph_task_id(), -1
+        coming, self._coming = self._coming, []
+        if torch._C._current_autograd_node() is not None and any(task < number for task, _, _ in coming):
+            raise NotAllowed(
+                f"table {self.name!r} is used inside and outside of checkpoint(…, use_reentrant=True), whose gradients "
+                f"cannot be told from those of a backward that has failed: use use_reentrant=False",
+                key=self.name,
+            )
+        # An earlier backward that failed half-way has left its own.
+        self._gradients += [(named, rows) for task, named, rows in coming if task >= number]
+        if self._is_accumulating or not self._gradients:
             return
         gradients, self._gradients = self._gradients, []
         ids = torch.cat([named for named, _ in gradients])

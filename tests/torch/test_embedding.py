@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import kvd
 import kvd.torch as kt
@@ -197,9 +198,34 @@ def test_a_backward_that_fails_leaves_nothing_for_the_next() -> None:
         assert changed == [4]
 
 
+def test_a_table_inside_and_outside_of_a_checkpoint() -> None:
+    """No gradient is lost, also where several backwards are one push."""
+    with kvd.create("local") as kv:
+        embedding = embedding_of(kv, SGD(1.0), padding_idx=None)
+        before = rows_of(kv)
+
+        def backward(*, reentrant: bool) -> None:
+            start = torch.ones(1, WIDTH, requires_grad=True)
+            inside: Any = checkpoint(lambda x: x + embedding(torch.tensor([0])), start, use_reentrant=reentrant)
+            loss: Any = (inside + embedding(torch.tensor([3]))).sum()
+            loss.backward()
+
+        with embedding.no_sync():
+            backward(reentrant=False)
+            with pytest.raises(NotAllowed, match="use_reentrant=False"):
+                backward(reentrant=True)
+        backward(reentrant=False)
+        np.testing.assert_allclose(
+            before - rows_of(kv), np.isin(np.arange(ROWS), [0, 3])[:, None] * np.full(WIDTH, 2.0)
+        )
+
+
+LINEAR = nn.Linear(WIDTH, 2)
+
+
 def linear_of() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(WIDTH, 2)
+    """The same in all threads, which share torch's generator."""
+    return copy.deepcopy(LINEAR)
 
 
 def mixed_loss(embedding: nn.Module, linear: nn.Linear, step: int, part: slice) -> Any:
