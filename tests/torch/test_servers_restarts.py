@@ -13,7 +13,7 @@ from torch import nn
 
 import kvd
 import kvd.torch as kt
-from kvd.errors import NotResumed
+from kvd.errors import StateLost
 from kvd.testing.cluster import LocalCluster, wait_until
 
 STEPS, DEATH = 12, 7
@@ -65,7 +65,7 @@ def test_a_restarted_worker_ends_with_the_weights_of_an_undisturbed_run(dead: in
         torch.testing.assert_close(first, expected, rtol=0, atol=1e-6)
 
 
-def test_a_restarted_worker_with_an_optimizer_of_its_own_is_told_that_it_cannot_continue() -> None:
+def test_a_lone_worker_with_an_optimizer_of_its_own_cannot_continue_after_a_restart() -> None:
     with LocalCluster(1, 1, on_worker_loss="wait") as cluster:
         kv = cluster.store(node_id="worker-0")
         model, optimizer = wrap(kv, "workers")
@@ -77,7 +77,7 @@ def test_a_restarted_worker_with_an_optimizer_of_its_own_is_told_that_it_cannot_
         kv = wait_until(lambda: cluster.store(node_id="worker-0"), "the worker is back")
         model, optimizer = wrap(kv, "workers")
         assert all(map(torch.equal, model.parameters(), MODEL.parameters())), "keys hold gradients, no weights"
-        with pytest.raises(NotResumed, match="in the memory of the workers"):
+        with pytest.raises(StateLost, match="no living worker has the weights"):
             next(iter(optimizer.steps(STEPS)))
 
 
