@@ -225,6 +225,7 @@ def test_gpt_in_the_workers_learns_as_on_the_servers() -> None:
     assert abs(losses(together[0]) - losses(alone[0])) < 0.2  # other batches
 
 
+@pytest.mark.timeout(300)
 def test_gpt_with_rare_exchanges_goes_on_after_a_death_with_equal_weights(tmp_path: Path) -> None:
     chance = random.Random(5)
     (tmp_path / "victims").write_text(f"worker-1 50 {chance.randrange(12, 38)}")
