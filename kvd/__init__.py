@@ -32,6 +32,7 @@ from kvd.errors import (
     RequestTimeout,
     ShapeMismatch,
     SnapshotError,
+    StateLost,
     StoreClosed,
     VersionUnavailable,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "NodeLost",
     "BarrierBroken",
     "NotResumed",
+    "StateLost",
     "JobEnded",
     "JobBusy",
     "StoreClosed",

@@ -13,6 +13,7 @@
     ├── NodeLost             a node that the call waits for is dead
     ├── BarrierBroken        some workers can no longer reach a barrier
     ├── NotResumed           a restarted worker has not said where it continues, or has lost what it trained
+    │   └── StateLost        no living worker has the state that a program with its own optimizer needs
     ├── JobEnded             the run that this worker belongs to has ended
     ├── JobBusy              another program runs under the job's name
     ├── StoreClosed          the store was closed, or belongs to another process
@@ -182,6 +183,21 @@ class NotResumed(KvdError):
     def __init__(self, message: str, *, key: str = "") -> None:
         super().__init__(message)
         self.key = key
+
+
+class StateLost(NotResumed):
+    """No living worker has the weights and the optimizer's state that this one needs.
+
+    Each worker keeps them itself where no optimizer is set on the servers, and a restarted one gets them from another.
+    That has failed because all others are dead or need them, too, or have finished and left.
+
+    Attributes:
+        steps: of the loops of the program, after which the state was needed.
+    """
+
+    def __init__(self, message: str, *, steps: int = 0) -> None:
+        super().__init__(message)
+        self.steps = steps
 
 
 class JobEnded(KvdError):

@@ -218,11 +218,15 @@ def test_gpt_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(tmp
 
 
 @pytest.mark.timeout(300)
-def test_gpt_in_the_workers_learns_as_on_the_servers() -> None:
+def test_gpt_in_the_workers_learns_as_on_the_servers_though_a_worker_is_killed(tmp_path: Path) -> None:
     alone = run("gpt.py", *SMALL_GPT, "--batch", "8")
     together = run("gpt.py", *SMALL_GPT, "--where", "workers", workers=2)
     assert len(set(together.values())) == 1
     assert abs(losses(together[0]) - losses(alone[0])) < 0.2  # other batches
+    (tmp_path / "victims").write_text("worker-0 50 17")
+    (tmp_path / "sitecustomize.py").write_text(SABOTEUR)
+    assert run("gpt.py", *SMALL_GPT, "--where", "workers", workers=2, hook=tmp_path) == together
+    assert (tmp_path / "worker-0").exists()
 
 
 @pytest.mark.timeout(300)

@@ -99,6 +99,12 @@ _ASKED_OF_A_SERVER = (
     ),
     Row("share steps", (m.TakeStep, m.Rest), WORKERS, Standing.ATTACHED),
     Row(
+        "pass on the state of a program",
+        (m.OfferState, m.WantState, m.StatePart, m.FetchPart),
+        WORKERS,
+        Standing.ATTACHED,
+    ),
+    Row(
         "set, change, save and load the optimizer",
         (m.SetOptimizer, m.UpdateOptimizer, m.FetchState, m.StoreState),
         WORKERS,

@@ -320,6 +320,12 @@ class Resume:
     """Go on after all that counted of a predecessor. NotAllowed while pushes are open."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassOver:
+    """The step in which the predecessor stopped has counted as a whole, and is not made again: go on after it. All keys
+    of the step are known. NotAllowed while pushes are open."""
+
+
 class Loop(NamedTuple):
     """A loop over steps: the number of its first step, and of the one after its last, among those of all loops."""
 
@@ -446,6 +452,7 @@ Request: TypeAlias = (
     | Resume
     | TakePartAgain
     | StandBy
+    | PassOver
     | ComeTo
     | ClockOf
     | Control

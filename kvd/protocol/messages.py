@@ -1233,6 +1233,109 @@ class KeyList:
     more: bool
 
 
+# ── states of programs: a worker that has one ↔ the first partition's leader ↔ a worker that lacks one ────────────────
+
+
+NO_STATE = -1  # in an OfferState: I cannot be asked for one any more
+MAX_STATE_PARTS = 1 << 20  # of one state
+STATE_PART_BYTES = 4 << 20  # of a part, at most
+PARTS_AHEAD = 4  # parts of a state that have left its owner, and that not all takers have
+
+
+class Gone(Enum):
+    """Why a worker does not get a state, or gives it no more."""
+
+    AGAIN = 0  # the transfer is over, or was never known here: ask again
+    FIRST = 1  # no round counts yet, and the state that the receiver has begun with is everyone's
+    LOST = 2  # no worker that lives has it
+    OVER = 3  # the same, and all others have left in good order
+    PASSED = 4  # the rounds went on without the receiver meanwhile, and its next step needs another one
+
+
+@_message
+class OfferState:
+    """My program waits in the store, and its state is that after `made` steps. To the leader of the first partition.
+
+    Answered with GiveState when a worker lacks that state, or with Done once I offer another one, or NO_STATE.
+    """
+
+    KIND: ClassVar[int] = 130
+    request: Number
+    made: Signed
+
+
+@_message
+class GiveState:
+    """Send the parts of your state, under the number of this transfer, to these ranks."""
+
+    KIND: ClassVar[int] = 131
+    request: Number
+    transfer: Number
+    takers: Annotated[tuple[Number, ...], Limit(1, MAX_MEMBERS)]
+
+
+@_message
+class WantState:
+    """My program needs the state after `made` steps. To the leader of the first partition, which answers with
+    StateGiven when another worker gives it, or with StateGone. `has_pushed`: an earlier process of my rank has pushed
+    in a loop over steps, so rounds may count for which gradients of the first state were pushed."""
+
+    KIND: ClassVar[int] = 132
+    request: Number
+    made: Count
+    has_pushed: bool = False
+
+
+@_message
+class StateGiven:
+    """The worker of this rank gives you the state, in so many parts: fetch them. The first `head_nbytes` of all bytes
+    say what the state consists of."""
+
+    KIND: ClassVar[int] = 133
+    request: Number
+    transfer: Number
+    donor: Number
+    num_parts: Annotated[int, Limit(1, MAX_STATE_PARTS)]
+    head_nbytes: Number
+
+
+@_message
+class StatePart:
+    """One part of a state, as payload, with its CRC-32. From the worker that gives it, answered with Done when all who
+    take it have it, or with StateGone; and from the server, as the answer to FetchPart."""
+
+    KIND: ClassVar[int] = 134
+    request: Number
+    transfer: Number
+    part: Number
+    num_parts: Annotated[int, Limit(1, MAX_STATE_PARTS)]
+    head_nbytes: Number
+    checksum: Number
+
+
+@_message
+class FetchPart:
+    """Send me this part. I have all before `have`; with `have` = `part` = the number of all, the transfer has ended for
+    me. Answered with StatePart, with Done at the end, or with StateGone."""
+
+    KIND: ClassVar[int] = 135
+    request: Number
+    transfer: Number
+    part: Number
+    have: Number
+
+
+@_message
+class StateGone:
+    """The answer to WantState, FetchPart or StatePart if there is nothing to take or give. `others`: with FIRST, how
+    many workers want the receiver's state."""
+
+    KIND: ClassVar[int] = 136
+    request: Number
+    why: Gone
+    others: Size = 0
+
+
 # ── waits: worker ↔ server, worker ↔ scheduler ────────────────────────────────────────────────────────────────────────
 
 
@@ -1244,7 +1347,8 @@ class Absent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What an open request waits for: pushes of the key, or its deletion; with clock 0, until worker 0 has made it."""
+    """What an open request waits for: pushes of the key, or its deletion; with clock 0, until worker 0 has made it. For
+    a state that is passed on, `key` says which one."""
 
     request: Number
     key: Key
@@ -1875,6 +1979,13 @@ Message: TypeAlias = (
     | CommandResult
     | ListKeys
     | KeyList
+    | OfferState
+    | GiveState
+    | WantState
+    | StateGiven
+    | StatePart
+    | FetchPart
+    | StateGone
     | WaitQuery
     | Waits
     | WaitReport

@@ -1,4 +1,5 @@
-"""Campaigns in which workers are not there for some rounds: lost, late, idle at a point, or not there yet."""
+"""Campaigns in which workers are not there for some rounds: lost, late, idle at a point, not there yet, or without the
+state that they train."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import replace
 
 from kvd.testing.campaign import HARD, LASTING, LATE, LOSING, SERVERS_DIE, SLOW_DISK, Campaign
 from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import NASTY
+from kvd.testing.network import LATE_COPIES, NASTY
 
 SERVERS_DIE_TOO = replace(LOSING, server_crashes=3, cuts=1)
 
@@ -56,4 +57,16 @@ LATENESS: dict[str, Campaign] = {
     "late, losses": replace(SHRINKS, quorum=2, on_worker_loss="wait", faults=NASTY),
     "late, shrinks": replace(SHRINKS, quorum=2),
     "late, servers die": replace(SHRINKS_AND_FAILS_OVER, quorum=2, on_worker_loss="wait"),
+}
+
+# Workers with an optimizer of their own die, and get their state from another one.
+HEALS = Campaign("healed", on_worker_loss="wait", mishaps=replace(HARD, crashes=4, ghosts=1, within_s=14.0))
+HEALED: dict[str, Campaign] = {
+    "healed": HEALS,
+    "healed, nasty": replace(HEALS, faults=NASTY, mishaps=replace(LASTING, crashes=5, ghosts=1, cuts=0)),
+    "healed, late copies": replace(HEALS, faults=LATE_COPIES),
+    "healed, long pauses": replace(HEALS, mishaps=replace(LATE, crashes=2, ghosts=0, longest_pause_s=12.0)),
+    "healed, servers die": replace(
+        HEALS, mishaps=replace(SERVERS_DIE, crashes=3, within_s=14.0), servers=3, replicas=2
+    ),
 }

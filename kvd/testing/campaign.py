@@ -18,6 +18,7 @@ from kvd.testing.workloads.delays import Delays
 from kvd.testing.workloads.deletions import Generations
 from kvd.testing.workloads.elastic import ElasticLedger
 from kvd.testing.workloads.forms import VALUES, Forms
+from kvd.testing.workloads.healed import HealedTraining
 from kvd.testing.workloads.in_flight import rounds_in_flight
 from kvd.testing.workloads.ledger import Ledger, list_ledger
 from kvd.testing.workloads.lives import LifeLedger, ListLives
@@ -197,6 +198,7 @@ WORKLOADS: dict[str, Callable[[Campaign, int], Workload]] = {
     "lateness": lambda campaign, seed: LossLedger(WORKERS, LONG, least=campaign.quorum, forms=campaign.forms),
     "elastic": lambda campaign, seed: ElasticLedger(MOST_WORKERS, LONG, first=WORKERS, forms=campaign.forms),
     "shared": lambda campaign, seed: SharedLedger(WORKERS * STEPS, forms=campaign.forms),
+    "healed": lambda campaign, seed: HealedTraining(WORKERS, 3 * STEPS),
     "list training": lambda campaign, seed: list_training(
         STEPS, mostly_together(seed), undisturbed_weights("list training")
     ),

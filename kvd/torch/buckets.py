@@ -30,7 +30,7 @@ class Slot:
 
     Attributes:
         name: the key.
-        parameter: what is trained.
+        parameter: what is trained, or averaged.
         number: its place among all parameters of the optimizer.
         bucket: that it is in.
         dtype, shape: of the parameter, when it was wrapped.
@@ -53,7 +53,7 @@ class Slot:
         "shape",
     )
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, number: int) -> None:
+    def __init__(self, name: str, parameter: torch.Tensor, number: int) -> None:
         self.name = name
         self.parameter = parameter
         self.number = number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
@@ -9,18 +10,21 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from kvd.client.facades.blocking import KVStore, backend_of, create
+from kvd.client.facades.blocking import KVStore, backend_of, create, healing_of
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, divide
+from kvd.torch.buffers import mean_of
 from kvd.torch.gradients import GradientHook, GradientPasses, Sparse, uncompiled
 from kvd.torch.mapping import Hyperparameters, from_torch
 from kvd.torch.parameters import ModelParameters, Named, check_agreement, parameters_of
 from kvd.torch.servers import ServersMode
+from kvd.torch.state import TrainingState, buffers_of
 from kvd.torch.workers import WorkersMode, optimizer_error
 from kvd.torch.wrapping import WrappedOptimizer, parameters_added
 
 Where: TypeAlias = Literal["servers", "workers"]
 Op: TypeAlias = Literal["mean", "sum"]
+Buffers: TypeAlias = Literal["local", "mean"]
 
 _USED = "kvd.torch/used/"  # begins the key that counts how many workers have gradients of each parameter
 
@@ -43,10 +47,14 @@ class DistributedOptimizer(WrappedOptimizer):
 
     **where="workers"**: when ``backward()`` returns, each ``.grad`` is the mean (or sum) over the workers, so clipping,
     ``GradScaler``, and any optimizer work as in one process, with the bits of ``DistributedDataParallel``. A parameter
-    to which no worker has a gradient keeps ``.grad`` as it is. The weights are in the memory of the workers.
+    to which no worker has a gradient keeps ``.grad`` as it is. The weights are in the memory of the workers. In a loop
+    over `steps`, a worker that is restarted, or joins later, gets the weights, the optimizer's state, the buffers of
+    `module`, and what `keep` names from another one, exactly as they are where it continues. If no worker has them any
+    more, `StateLost` is raised.
 
-    Buffers, such as the statistics of BatchNorm, are each worker's own: see `broadcast_buffers`. A backward that gives
-    no gradient to any of these parameters sends nothing, so several optimizers may take turns.
+    Buffers, such as the statistics of BatchNorm, are each worker's own, unless `buffers` says otherwise: see also
+    `broadcast_buffers`. A backward that gives no gradient to any of these parameters sends nothing, so several
+    optimizers may take turns.
 
     Attributes:
         store: the store of the keys.
@@ -62,6 +70,10 @@ class DistributedOptimizer(WrappedOptimizer):
         first_bucket_bytes: the same for the bucket that leaves first.
         compression: compresses gradients, as `kvd.KVStore.set_gradient_compression` does for all of the store.
         sparse: what becomes of sparse gradients: ``"refuse"`` raises, ``"dense"`` sends them as dense ones.
+        module: with ``where="workers"``, the model: its buffers that are in its `state_dict` belong to the state that a
+            restarted worker gets.
+        buffers: ``"local"``: each worker's buffers are its own. ``"mean"``: when ``backward()`` returns, floating-point
+            buffers of `module` are the mean over the workers.
 
     Raises:
         NotAllowed: the parameters are not those of the optimizer, cannot be trained, or are wrapped already; the
@@ -82,11 +94,15 @@ class DistributedOptimizer(WrappedOptimizer):
         first_bucket_bytes: int = 1 << 20,
         compression: Mapping[str, Any] | None = None,
         sparse: Sparse = "refuse",
+        module: torch.nn.Module | None = None,
+        buffers: Buffers = "local",
     ) -> None:
         super().__init__(optimizer)
         _check_choice("where", where, get_args(Where))
         _check_choice("op", op, get_args(Op))
         _check_choice("sparse", sparse, get_args(Sparse))
+        _check_choice("buffers", buffers, get_args(Buffers))
+        _check_module(module, where, buffers)
         parameters = parameters_of(optimizer, named_parameters)
         named = [*parameters.trained, *parameters.frozen]
         hyperparameters = None
@@ -98,12 +114,16 @@ class DistributedOptimizer(WrappedOptimizer):
         backend = backend_of(self.store)
         _check_store(self.store, where)
         _check_free(self.store, parameters)
+        merged = mean_of(module) if module is not None and buffers == "mean" else None
         options = f"where={where} op={op} bucket_bytes={bucket_bytes} first_bucket_bytes={first_bucket_bytes}"
-        check_agreement(backend.rounds, self.store.rank, [options, *parameters.lines()])
+        lines = [f"{options} buffers={buffers}", *parameters.lines(), *(() if merged is None else merged.lines())]
+        check_agreement(backend.rounds, self.store.rank, lines)
         if compression is not None:
             self.store.set_gradient_compression(compression)
         also = (f"{_USED}{parameters.trained[0][0]}", len(parameters.trained)) if where == "workers" else None
         self._make_keys(parameters, op, also)
+        if merged is not None:
+            merged.make_keys(self.store)
         # The keys of where="workers" hold weights until the first step only.
         if where == "servers" or not (self.store.restarted or backend.steps.restored_steps):
             self._load(named)
@@ -115,7 +135,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if hyperparameters is not None:
             self._mode = ServersMode(optimizer, self.store, buckets, hyperparameters)
         else:
-            self._mode = WorkersMode(optimizer, backend.updates, buckets)
+            updating = healing_of(self.store).updating
+            self._mode = WorkersMode(optimizer, backend.updates, buckets, merged, updating)
         self._passes = GradientPasses(
             backend,
             buckets,
@@ -129,6 +150,10 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         self._mode.passes = self._passes
         self._keys = [name for bucket in buckets for name in bucket.names]
+        self._keys += [] if merged is None else merged.bucket.names
+        self._state: TrainingState | None = None
+        if where == "workers":
+            self._state = TrainingState(optimizer, named, {} if module is None else buffers_of(module))
 
     def _make_keys(self, parameters: ModelParameters, op: Op, also: tuple[str, int] | None) -> None:
         """Make a key per parameter, with the values of worker 0."""
@@ -180,15 +205,71 @@ class DistributedOptimizer(WrappedOptimizer):
         """Return a context in which gradients only accumulate. The next ``backward()`` outside of it sends the sum."""
         return self._passes.no_sync()
 
-    def steps(self, total: int) -> Iterator[int]:
+    def keep(self, name: str, thing: object) -> None:
+        """With ``where="workers"``, give a restarted worker the state of something else of the program as well.
+
+        All workers call it for the same names, before the first step. Change the thing after ``step()``, not between
+        the beginning of a step and ``backward()``: another worker may read it then.
+
+        Args:
+            name: tells the things apart.
+            thing: a learning rate scheduler, a `torch.amp.GradScaler`, or anything else with `state_dict` and
+                `load_state_dict`; or a pair of functions, one that returns the state, and one that takes it. A state
+                consists of plain values, tensors and NumPy arrays, in lists, tuples and dicts.
+
+        Raises:
+            NotAllowed: the optimizer is on the servers; the thing has no state, or one that cannot travel; or there is
+                one of this name.
+        """
+        if self._state is None:
+            raise NotAllowed(
+                'keep(…) is for where="workers": with where="servers" a restarted worker gets nothing from others. '
+                "Compute what it needs from the number of the step, or broadcast it"
+            )
+        self._state.keep(name, thing)
+
+    def steps(self, total: int, *, seed: int | None = None, restored: bool = False) -> Iterator[int]:
         """Iterate over the steps of a training, as `kvd.KVStore.steps` does for the keys of this optimizer.
 
-        Each step has one ``backward()`` whose gradients are sent. A program with several optimizers uses
-        ``store.steps(total)``.
+        Each step has one ``backward()`` whose gradients are sent. With ``where="workers"``, a process that does not
+        have the state of the step before, since it was restarted, joined later or was late, gets it from another one
+        here; in the first step, all get that of worker 0. So one optimizer per store has `steps`, and the loop is left
+        at its end. Within a step, other keys are not pushed, and barriers and broadcasts come before ``backward()``. A
+        program with several optimizers uses ``store.steps(total)``.
+
+        Args:
+            total: how many steps the loop has.
+            seed: seeds torch's generators in each step, by this number, the step and the rank: so a step that is made
+                again, such as one with dropout, has the same bits.
+            restored: with ``where="workers"``, after `kvd.KVStore.restore`: this program has loaded the state after the
+                steps of the snapshot itself, in all workers.
+
+        Raises:
+            StateLost: no living worker has the state that this one needs.
+            NotAllowed: another worker's model, optimizer or `keep` differs; the message names the parameter and the
+                worker.
         """
-        for step in self.store.steps(total, keys=self._keys):
-            yield step
-            self._mode.end_step()
+        backend = backend_of(self.store)
+        if self._state is None:
+            loop: Iterator[int] = iter(self.store.steps(total, keys=self._keys))
+        else:
+            healing = healing_of(self.store)
+            healing.hold(self._state)
+            loop = healing.steps(total, self._keys, restored=restored)
+        try:
+            for step in loop:
+                if seed is not None:
+                    torch.manual_seed(_mixed(seed, backend.steps.number, self.store.rank))
+                if self._state is not None:
+                    self._state.begin_step()
+                yield step
+                self._mode.end_step()
+                if self._state is not None:
+                    self._state.end_step()
+        finally:
+            close = getattr(loop, "close", None)
+            if close is not None:
+                close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, in all workers.
@@ -214,6 +295,23 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _count(optimizer: torch.optim.Optimizer) -> int:
     return sum([len(group["params"]) for group in optimizer.param_groups])
+
+
+def _check_module(module: object, where: Where, buffers: Buffers) -> None:
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise NotAllowed(f"module is the model, a torch.nn.Module, not a {type(module).__name__}")
+    if where == "servers" and (module is not None or buffers != "local"):
+        raise NotAllowed(
+            'module= and buffers= are for where="workers": with where="servers" use kvd.torch.broadcast_buffers'
+        )
+    if buffers == "mean" and module is None:
+        raise NotAllowed('buffers="mean" needs module=, the model that has them')
+
+
+def _mixed(seed: int, step: int, rank: int) -> int:
+    """One number of three, the same in each process."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
 
 
 def _check_store(store: KVStore, where: Where) -> None:

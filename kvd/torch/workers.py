@@ -10,6 +10,7 @@ import torch
 from kvd.client.calls.backend import Updates
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, Slot
+from kvd.torch.buffers import BufferMeans
 from kvd.torch.gradients import GradientPasses, Phase
 
 
@@ -23,12 +24,23 @@ class WorkersMode:
         wrapped: the optimizer of the program.
         updates: of the store.
         buckets: the last one counts who has gradients.
+        buffers: what is merged besides, when the gradients are; None: nothing.
+        on_received: called when the merged gradients are in the parameters.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, updates: Updates, buckets: list[Bucket]) -> None:
+    def __init__(
+        self,
+        wrapped: torch.optim.Optimizer,
+        updates: Updates,
+        buckets: list[Bucket],
+        buffers: BufferMeans | None,
+        on_received: Callable[[], None],
+    ) -> None:
         self._wrapped = wrapped
         self._updates = updates
         self._buckets = buckets
+        self._buffers = buffers
+        self._on_received = on_received
         self._fresh: dict[Slot, torch.Tensor] = {}  # gradients of other workers, for parameters that have none here
         self.passes: GradientPasses
 
@@ -54,6 +66,8 @@ class WorkersMode:
 
     def end(self) -> None:
         """Backward has ended: put the merged gradients into the parameters."""
+        if self._buffers is not None:
+            self._buffers.send()
         for bucket in self._buckets:
             bucket.receive()
         if self._fresh:
@@ -64,6 +78,9 @@ class WorkersMode:
                 if used[places[slot]]:
                     slot.parameter.grad = gradient
             self._fresh = {}
+        if self._buffers is not None:
+            self._buffers.bucket.receive()
+        self._on_received()
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Update the weights with the merged gradients.
@@ -85,7 +102,7 @@ class WorkersMode:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients."""
         self._wrapped.zero_grad(set_to_none)
-        if self.passes.phase is not Phase.OPEN:
+        if self.passes.phase in (Phase.IDLE, Phase.SENT):
             self.passes.step_done()
 
     def end_step(self) -> None:

@@ -24,7 +24,7 @@ class Store:
         self.coroutines = Coroutines(self.users, self.calls.written)
 
     def promise(self) -> Promise:
-        return Promise(self.users.waiting)
+        return Promise(self.users)
 
     def call(self) -> tuple[Promise, int]:
         promise = self.promise()

@@ -160,6 +160,13 @@ SAMPLES: dict[type[Any], Any] = {
         m.TakeStep(30, 0, 4, m.NO_STEP),
         m.StepIs(30, m.StepsLeft.NONE, m.NO_STEP),
         m.Rest(30),
+        m.OfferState(30, m.NO_STATE),
+        m.GiveState(30, 1, (0,)),
+        m.WantState(30, 4),
+        m.StateGiven(30, 1, 0, 1, 8),
+        m.StatePart(30, 1, 0, 1, 8, 0),
+        m.FetchPart(30, 1, 0, 0),
+        m.StateGone(30, m.Gone.AGAIN),
         m.Push(30, (m.Part("w", 0, 1),), m.ADD, 1, False, probe=True),
         m.Staged(30),
         m.Pull(30, (m.Part("w", 0, m.ANY_CLOCK),)),
@@ -300,6 +307,7 @@ class ServerWorld:
             m.Init(2, (SPEC,), (m.NewSlice("w", 0, 0),)),
             m.Publish(3, (SPEC,), (m.NewKey("w", 0),)),
             m.DeclareBatch(4, 1, (m.SliceId("w", 0),)),
+            m.OfferState(5, 4),
         ):
             self.say(worker_id(0), message, ALICE, CallerPeer(b"alice"), b"\0")
         for record in (m.StartHolding(1, 1, 0), install_of(2, "r")):

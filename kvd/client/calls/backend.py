@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvd.client.calls.bound_arrays import BoundList
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.healing import Healing
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.memory_budget import Reservation
 from kvd.client.calls.merging import MergeChoice
@@ -332,3 +333,4 @@ class Backend:
     snapshots: Snapshots
     nodes: Nodes
     closing: Closing
+    healing: Healing

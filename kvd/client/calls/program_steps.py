@@ -15,7 +15,7 @@ from kvd.client.calls.keys import key_list
 from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
-from kvd.core.places import Boundary, PlaceKind, Point, kind_of
+from kvd.core.places import Boundary, PlaceKind, Point, kind_of, step_of
 from kvd.core.worker.step_loops import Replay, StepLoops
 from kvd.errors import KvdError, NotAllowed, NotResumed
 from kvd.protocol.messages import NO_STEP
@@ -50,6 +50,7 @@ class ProgramSteps:
         self._come_back = come_back
         self.is_apart = is_apart
         self._has_pushed_outside = False  # since the last loop
+        self._is_updating = False  # what the present step has pushed has come back, and changes the program's state
         self._lock = threading.RLock()  # an iteration that is dropped ends its loop, whatever its thread does then
         self._broadcasts: list[Promise] = []
         self._schedule: SnapshotSchedule | None = None
@@ -97,6 +98,7 @@ class ProgramSteps:
 
     def take_broadcasts(self, names: Collection[str]) -> Replay:
         """See `StepLoops.take_broadcasts`."""
+        self.check_not_updating("a broadcast")
         with self._lock:
             return self._loops.take_broadcasts(names)
 
@@ -221,6 +223,47 @@ class ProgramSteps:
         with self._lock:
             return self._loops.missed_steps_error()
 
+    @property
+    def number(self) -> int:
+        """The present step among those of all loops; outside of loops, that of the next one."""
+        with self._lock:
+            return step_of(self._loops.place)
+
+    @property
+    def is_past(self) -> bool:
+        """See `StepLoops.is_past`."""
+        with self._lock:
+            return self._loops.is_past
+
+    @property
+    def counts_whole(self) -> bool:
+        """See `StepLoops.counts_whole`."""
+        with self._lock:
+            return self._loops.counts_whole
+
+    def updating(self) -> None:
+        """The program changes its state from now on, until the present step ends."""
+        self._is_updating = True
+
+    def check_not_updating(self, what: str) -> None:
+        """Raises NotAllowed if the present step meets no other worker any more: one that was restarted has the state
+        after this step, and does not make it again."""
+        if self._is_updating:
+            raise NotAllowed(
+                f"{what} within a step comes before backward(), or between two steps: a worker that is restarted after "
+                f"backward() gets the state after this step, and never comes to it"
+            )
+
+    def pass_over(self) -> None:
+        """See `StepLoops.pass_over`."""
+        with self._lock:
+            self._loops.pass_over()
+
+    def leave_out(self) -> None:
+        """See `StepLoops.leave_out`."""
+        with self._lock:
+            self._loops.leave_out()
+
     def enter(self, step: int) -> Promise | None:
         """Begins a step. The promise, if there is one, is kept before the step pushes."""
         with self._lock:
@@ -229,10 +272,12 @@ class ProgramSteps:
             return self._announce(self._loops.place) if has_pushed and self._announce is not None else None
 
     def leave(self) -> None:
+        self._is_updating = False
         with self._lock:
             self._loops.leave()
 
     def end(self) -> None:
+        self._is_updating = False
         with self._lock:
             self._loops.end()
             self._broadcasts.clear()

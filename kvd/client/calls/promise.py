@@ -10,10 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
+from kvd.client.calls.duties import Duty, least
 from kvd.client.calls.held_signals import signals, uninterrupted
+
+
+class Waiting(Protocol):
+    """The threads that wait for promises."""
+
+    def waiting(self, promise: Promise) -> AbstractContextManager[None]:
+        """A context in which this thread waits for the end, without a timeout."""
+
+    def duty(self) -> Duty | None:
+        """What this thread does meanwhile."""
 
 
 class Promise:
@@ -22,8 +34,7 @@ class Promise:
 
     __slots__ = ("_done", "_error", "_lock", "_result", "_told", "_told_of_errors", "_waiters", "_waiting")
 
-    def __init__(self, waiting: Callable[[Promise], AbstractContextManager[None]] | None = None) -> None:
-        """`waiting` gives a context in which a thread waits for the end, without a timeout."""
+    def __init__(self, waiting: Waiting | None = None) -> None:
         self._waiting = waiting
         self._lock = threading.Lock()
         self._done = False
@@ -102,14 +113,24 @@ class Promise:
                 return True
             waiter: SimpleQueue[None] = SimpleQueue()
             self._waiters.append(waiter)
+        duty = None if self._waiting is None else self._waiting.duty()
         try:
-            if timeout is not None or self._waiting is None:
-                return self._wait_with(waiter, timeout)
-            with self._waiting(self):
-                return self._wait_with(waiter, None)
+            if duty is None:
+                return self._wait_for(waiter, timeout)
+            duty.begin_wait(partial(waiter.put, None))
+            try:
+                return self._wait_on_duty(waiter, timeout, duty)
+            finally:
+                duty.end_wait()
         finally:
             with self._lock:
                 self._waiters.remove(waiter)
+
+    def _wait_for(self, waiter: SimpleQueue[None], timeout: float | None) -> bool:
+        if timeout is not None or self._waiting is None:
+            return self._wait_with(waiter, timeout)
+        with self._waiting.waiting(self):
+            return self._wait_with(waiter, None)
 
     def _wait_with(self, waiter: SimpleQueue[None], timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
@@ -118,6 +139,22 @@ class Promise:
             if left_s is not None and left_s <= 0:
                 break
             signals.pause(waiter, left_s)
+        return self._done
+
+    def _wait_on_duty(self, waiter: SimpleQueue[None], timeout: float | None, duty: Duty) -> bool:
+        """The same for a thread that has something to do meanwhile. That may take longer than the timeout."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._done:
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            if duty.is_due():
+                duty.run()
+            elif self._waiting is None or timeout is not None:
+                signals.pause(waiter, least(left_s, duty.next_s()))
+            else:
+                with self._waiting.waiting(self):
+                    signals.pause(waiter, duty.next_s())
         return self._done
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvd.client.calls.backend import DECLARING_TYPES, Backend, StoreFacts, StoreType
 from kvd.client.calls.deadline import Deadline
+from kvd.client.calls.healing import Healing
 from kvd.client.calls.memory_budget import MemoryBudget
 from kvd.client.calls.restored_keys import RestoredKeys
 from kvd.client.calls.unobserved_errors import UnobservedErrors
@@ -17,6 +18,7 @@ from kvd.client.cluster.closing import ClusterClosing
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.deletion import ClusterDeletion, KeyCache
 from kvd.client.cluster.engine import Engine
+from kvd.client.cluster.healing import ClusterStates
 from kvd.client.cluster.joining import Arrival, Joining, warn_of_other_ranks
 from kvd.client.cluster.nodes import ClusterNodes
 from kvd.client.cluster.plain_calls import PlainCalls
@@ -141,4 +143,5 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         snapshots=snapshots,
         nodes=ClusterNodes(engine),
         closing=ClusterClosing(engine, unobserved, snapshots, steps),
+        healing=Healing(steps, ClusterStates(engine)),
     )

@@ -20,7 +20,8 @@ import numpy as np
 
 from kvd.client.calls import checks
 from kvd.client.calls.deadline import Deadline
-from kvd.client.calls.held_signals import signals
+from kvd.client.calls.duties import Duty, least
+from kvd.client.calls.held_signals import Interrupt, signals
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.bound_keys import BoundKeys
@@ -52,6 +53,18 @@ LINGER_S = 0.5  # for messages that are queued; those of an observer that never 
 WITHDRAW_S = 0.5  # to tell the scheduler: the caller has waited long enough
 
 Array: TypeAlias = np.ndarray[Any, Any]
+
+
+class _Either:
+    """What ends a wait early: a signal, or work for the thread."""
+
+    def __init__(self, interrupt: Interrupt, duty: Duty) -> None:
+        self._interrupt = interrupt
+        self._duty = duty
+
+    @property
+    def came(self) -> bool:
+        return self._interrupt.came or self._duty.is_due()
 
 
 class Engine:
@@ -143,7 +156,7 @@ class Engine:
         seconds = config.round_timeout_s if timeout is None else checks.seconds(timeout)
         if within is not None:
             seconds = min(seconds, within.left_s())
-        promise = Promise(self._users.waiting)
+        promise = Promise(self._users)
         self._users.this_thread()
         with self._order:
             self.check_usable()
@@ -160,7 +173,7 @@ class Engine:
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Promise:
         """Runs a coroutine of several calls on the engine's loop."""
-        promise = Promise(self._users.waiting)
+        promise = Promise(self._users)
         self._users.this_thread()
         with self._order:
             try:
@@ -226,6 +239,17 @@ class Engine:
         are no links, or another thread reads them: the caller then waits on the promise."""
         if threading.get_ident() == self._thread.ident or promise.done() or not self.transport.has_links:
             return
+        duty = self._users.duty()
+        if duty is None:
+            self._read_links(promise, timeout_s)
+            return
+        duty.begin_wait(self._waiter.nudge)
+        try:
+            self._read_links_on_duty(promise, timeout_s, duty)
+        finally:
+            duty.end_wait()
+
+    def _read_links(self, promise: Promise, timeout_s: float | None) -> None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             interrupt = signals.begin_wait(self._waiter.nudge)
@@ -240,6 +264,31 @@ class Engine:
             if not interrupt.came:
                 return
             signals.handle()
+
+    def _read_links_on_duty(self, promise: Promise, timeout_s: float | None, duty: Duty) -> None:
+        """The same for a thread that has something to do meanwhile. That may take longer than the timeout."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            interrupt = signals.begin_wait(self._waiter.nudge)
+            try:
+                either = _Either(interrupt, duty)
+                if until is not None:
+                    self._waiter.wait(promise, least(until - time.monotonic(), duty.next_s()), either)
+                else:
+                    with self._users.waiting(promise):
+                        self._waiter.wait(promise, duty.next_s(), either)
+            finally:
+                interrupt.end_wait()
+            if interrupt.came:
+                signals.handle()
+            elif promise.done() or not duty.is_due():  # it is over, or another thread reads the links
+                return
+            else:
+                duty.run()
+
+    def take_duty(self, duty: Duty | None) -> None:
+        """What this thread does from now on while it waits; None: nothing."""
+        self._users.this_thread().duty = duty
 
     def take_back(self, sources: Sequence[Array]) -> None:
         """Returns when the program may write to these arrays again. Bytes of them that have yet to be sent are sent

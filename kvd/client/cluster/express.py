@@ -148,7 +148,8 @@ class ExpressWay:
         user, now, waiter = self._users.this_thread(), self._stepper.now(), self._waiter
         trip = Trip(self._ordinary, call.item, value, out, place, priority, user, now)
         is_begun = is_over = False
-        if waiter.begin():
+        is_free = user.duty is None  # else it takes the general way, whose waits look whether there is work
+        if is_free and waiter.begin():
             interrupt = signals.begin_wait(self._nudge)
             try:
                 is_begun = self._send(call, trip)
@@ -162,7 +163,8 @@ class ExpressWay:
                 interrupt.end_wait()
                 waiter.end()
         if not is_begun:
-            self._prepared.drop(call.key)
+            if is_free:
+                self._prepared.drop(call.key)
             ordinary = self._ordinary.submit(trip.transfer())
         return None if ordinary is None else self._ordinary.handle(ordinary)
 

@@ -177,7 +177,7 @@ class ExpressFlightWay:
         """
         self._users.this_thread()
         machine, stepper, route = self._machine, self._driver.stepper, prepared.route
-        promise = Promise(self._users.waiting)
+        promise = Promise(self._users)
         if not stepper.enter():
             return None
         try:

@@ -33,6 +33,7 @@ class ClusterRounds:
         return Handle(self._engine.run(work()), what="flush")
 
     def barrier(self, name: str, timeout: float | None) -> Handle:
+        self._steps.check_not_updating("a barrier")
         full = checks.barrier_name(self._steps.meeting("user"), name)
         return Handle(self._engine.submit(requests.Barrier(full, place=self._steps.place), timeout), what="barrier")
 

@@ -132,7 +132,7 @@ class OrdinaryCalls:
 
     def begin(self, transfer: Transfer) -> OrdinaryCall:
         """One that the machine has begun already, or will hear of."""
-        promise = Promise(self._users.waiting)
+        promise = Promise(self._users)
         return OrdinaryCall(promise, transfer, self._calls.begin(promise))
 
     def submit(self, transfer: Transfer) -> OrdinaryCall:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
+from kvd.client.calls.duties import Duty
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 
@@ -17,12 +18,13 @@ class User:
     """A thread or a coroutine. Only itself writes to it, or who finds out what it waits for (`Trip.become_ordinary`).
     As a context, it waits: see `waiting`."""
 
-    __slots__ = ("awaited", "entered", "is_there")
+    __slots__ = ("awaited", "duty", "entered", "is_there")
 
     def __init__(self, is_there: Callable[[], bool]) -> None:
         self.is_there = is_there
         self.awaited: Promise | None = None  # what it waits for, without a timeout
         self.entered = 0  # how often it has begun to wait
+        self.duty: Duty | None = None  # what a thread does while it waits
 
     def waiting(self, promise: Promise) -> User:
         """A context in which it waits, without a timeout."""
@@ -66,6 +68,11 @@ class StoreUsers:
     def waiting(self, promise: Promise) -> User:
         """A context in which this thread waits, without a timeout."""
         return self.this_thread().waiting(promise)
+
+    def duty(self) -> Duty | None:
+        """What this thread does while it waits."""
+        user: User | None = getattr(self._here, "user", None)
+        return None if user is None else user.duty
 
     def add(self, user: User) -> None:
         """One more user. Those that are gone are forgotten."""

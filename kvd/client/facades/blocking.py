@@ -11,6 +11,7 @@ from kvd.client.calls.backend import Backend, Node, Updater
 from kvd.client.calls.checks import wants_copy
 from kvd.client.calls.exits import ends_well
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.healing import Healing
 from kvd.client.calls.held_signals import uninterrupted, with_uninterrupted_methods
 from kvd.client.calls.merging import MergeChoice
 from kvd.client.calls.program_steps import StepIteration, Steps
@@ -580,6 +581,11 @@ def backend_of(store: KVStore, *, may_block: bool = True) -> Backend:
 def stopped_in_loop(store: KVStore) -> bool:
     """Whether this worker was restarted, and its predecessor had a loop over `steps`, which says where to go on."""
     return store._backend.steps.is_behind_loops
+
+
+def healing_of(store: KVStore) -> Healing:
+    """The part that passes on the state of a program with its own optimizer, for `kvd.torch`."""
+    return store._backend.healing
 
 
 @uninterrupted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.client.calls.backend import Backend, StoreFacts, StoreType
+from kvd.client.calls.healing import Healing
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.local.keys import LocalKeys
 from kvd.client.local.rounds import LocalClosing, LocalRounds, NoNodes
@@ -47,4 +48,5 @@ def open_local(kind: StoreType, config: Config) -> Backend:
         snapshots=snapshots,
         nodes=NoNodes(keys),
         closing=LocalClosing(keys, snapshots, steps),
+        healing=Healing(steps, None),
     )

@@ -37,6 +37,7 @@ from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.express import ExpressRounds
 from kvd.core.server.giving_up import GivingUp
 from kvd.core.server.handover import Handovers
+from kvd.core.server.healing import Healing
 from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
@@ -175,12 +176,14 @@ class ServerMachine:
             lambda: replicas.table_nbytes,
             lambda: waiters.pending.row_ids_nbytes,
             lambda: captures.copied_nbytes,
+            lambda: healing.nbytes,
             lambda: captures.give_up(),
             lambda: self._control.optimizer,
         )
         self._attachments = attachments = Attachments(session.view, self.table, effects)
         self._waiters = waiters = Waiters(effects)
         self._participants = participants = Participants(waiters, fail_on_loss=settings.fail_on_worker_loss)
+        healing = Healing(session, effects, attachments, use.state_error, use.give_back)
         agreement = OptimizerAgreement()
         disputes = Disputes(agreement, self.table, waiters)
 
@@ -323,6 +326,7 @@ class ServerMachine:
             giving_up,
             checks,
         )
+        self._replicas = replicas
         self._timed = _Timed(readings, captures, pushes.late, replication)
         self.fast = Fast(lane, express)
         self._validated = (
@@ -336,10 +340,16 @@ class ServerMachine:
             readings,
             captures,
             shared,
+            healing,
             replication,
         )
         self._followers = _Followers(
-            of_views=(shared.view_changed, keys.fail_lookups_without_rank_0, deletions.view_changed),
+            of_views=(
+                shared.view_changed,
+                keys.fail_lookups_without_rank_0,
+                deletions.view_changed,
+                healing.view_changed,
+            ),
             of_replaced=(control.drop_sender, batches.drop_sender),
             of_unusual=forget_all,
         )
@@ -366,12 +376,13 @@ class ServerMachine:
             Rest: shared.rest,
             StatusQuery: lambda event, query: effects.send(event.peer, StatusReport(query.request)),
             WaitQuery: WaitAnswers(
-                self.table, effects, attachments, participants, keys.lookups_of, deletions.waits_of
+                self.table, effects, attachments, participants, keys.lookups_of, deletions.waits_of, healing.waits_of
             ).answer,
             Survey: readings.survey,
             ReadSlices: readings.read,
             ReadDone: readings.done,
             **captures.handlers,
+            **healing.handlers,
             **dict.fromkeys(replicas.kinds, replication.record),
         }
 
@@ -431,6 +442,15 @@ class ServerMachine:
         if replication.is_on:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
+
+    def drop_values(self) -> None:
+        """Drop the bytes of all slices: the run is given up, and this machine takes no further step.
+
+        The machine is full of cycles, which the interpreter collects by the number of objects, not by their bytes.
+        """
+        self.table.drop_values()
+        self._replicas.drop_values()
+        self._timed.captures.give_up()
 
     def next_deadline(self) -> float | None:
         due = self._session.next_deadline()

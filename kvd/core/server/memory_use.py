@@ -42,6 +42,7 @@ class MemoryUse:
         held_table_nbytes: the memory of parts of tables that it holds for others.
         wanted_ids_nbytes: of the row ids of open pulls.
         copied_nbytes: of rows that are copied for a snapshot.
+        state_nbytes: of parts of workers' states that are passed on.
         give_up_copies: gives these up, and says whether there were any: training goes first.
         optimizer: the one that is set.
 
@@ -61,6 +62,7 @@ class MemoryUse:
         held_table_nbytes: Callable[[], int],
         wanted_ids_nbytes: Callable[[], int],
         copied_nbytes: Callable[[], int],
+        state_nbytes: Callable[[], int],
         give_up_copies: Callable[[], bool],
         optimizer: Callable[[], Optimizer | None],
     ) -> None:
@@ -72,6 +74,7 @@ class MemoryUse:
         self._held_table_nbytes = held_table_nbytes
         self._wanted_ids_nbytes = wanted_ids_nbytes
         self._copied_nbytes = copied_nbytes
+        self._state_nbytes = state_nbytes
         self._give_up_copies = give_up_copies
         self._optimizer = optimizer
         self.creating_nbytes = 0
@@ -163,6 +166,16 @@ class MemoryUse:
             f"its limit is {self._limit}: add servers, or raise memory_limit_bytes"
         )
 
+    def state_error(self, nbytes: int) -> str:
+        """Why there is no memory for so many bytes of a worker's state that is passed on; empty if there is."""
+        if self._is_granted(nbytes):
+            return ""
+        demand = self._demand() + nbytes
+        return (
+            f"{self._session.name} has no memory to pass on the state of a worker: it would take it to "
+            f"{demand >> 20} MiB, its limit is {self._limit}: add servers, or raise memory_limit_bytes"
+        )
+
     def _table_error(self, key: str, what: str, nbytes: int) -> str:
         if nbytes <= self._spare_nbytes:
             self._spare_nbytes -= nbytes
@@ -219,7 +232,7 @@ class MemoryUse:
         optimizer = self._optimizer()
         of_tables = table.table_nbytes + table.pushed_rows_need(partial(rows_need, optimizer=optimizer))
         of_tables += self._wanted_ids_nbytes() + self._held_table_nbytes() + self._copied_nbytes()
-        return led + self._held_nbytes() * HELD_COPIES + of_tables
+        return led + self._held_nbytes() * HELD_COPIES + of_tables + self._state_nbytes()
 
     def _copies_with(self, optimizer: Optimizer | None) -> int:
         """How often a byte that is led may be held, staged contributions included."""

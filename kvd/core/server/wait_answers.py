@@ -26,6 +26,7 @@ class WaitAnswers:
         participants: Participants,
         lookups: Callable[[Peer], list[tuple[str, int]]],
         deletions: Callable[[int], Iterable[tuple[int, str, list[int]]]],
+        states: Callable[[int], Iterable[tuple[int, str, list[int]]]],
     ) -> None:
         self._table = table
         self._effects = effects
@@ -33,6 +34,7 @@ class WaitAnswers:
         self._participants = participants
         self._lookups = lookups
         self._deletions = deletions
+        self._states = states
 
     def answer(self, event: Received, query: WaitQuery) -> None:
         rank = self._attachments.find(event.sender)
@@ -41,6 +43,8 @@ class WaitAnswers:
             found[request] = Wait(request, key, 0, (Absent(0, 0),))
         for request, key, ranks in self._deletions(event.sender):
             found[request] = Wait(request, key, 1, tuple(Absent(other, 0) for other in ranks[:MAX_ABSENT]))
+        for request, title, ranks in self._states(event.sender):
+            found[request] = Wait(request, title, 0, tuple(Absent(other, 0) for other in ranks[:MAX_ABSENT]))
         held = sorted(found)
         details = []
         room = DETAIL_BYTES

@@ -158,6 +158,17 @@ class WorkerClocks:
             key.window.catch_up()
         self._begin_again(call)
 
+    def pass_over(self, call: Call, request: requests.PassOver) -> None:
+        """Goes on after the step in which the predecessor stopped."""
+        if self._pushes:
+            self._calls.complete(call, error=NotAllowed("a step is passed over before any of its pushes"))
+            return
+        for key in self._keys.by_name.values():
+            key.window.catch_up()
+            self._steps.reached(key.clock)
+        self._predecessor.pass_over()
+        self._calls.complete(call)
+
     def _begin_again(self, call: Call) -> None:
         """The places of the predecessor's program mean nothing any more, here and on the servers."""
         has_place = self._predecessor.place != START

@@ -8,7 +8,19 @@ from typing import NamedTuple
 
 from kvd.core.machine import SCHEDULER, Peer
 from kvd.core.outbox import Entry, Outbox
-from kvd.protocol.messages import Absent, Delete, Enter, NodeFact, StandBy, Wait, WaitNews, Waits
+from kvd.protocol.messages import (
+    Absent,
+    Delete,
+    Enter,
+    FetchPart,
+    NodeFact,
+    StandBy,
+    StatePart,
+    Wait,
+    WaitNews,
+    Waits,
+    WantState,
+)
 
 ANSWER_S = 1.0  # a node that is well answers a question about waits within this time
 
@@ -19,6 +31,7 @@ class Act(Enum):
     MAKE = "make", "made"
     PUSH = "push", "pushed"
     DELETE = "delete", "deleted"
+    PASS_ON = "pass on", "passed on"
 
     @property
     def infinitive(self) -> str:
@@ -33,7 +46,8 @@ class Blocked(NamedTuple):
     """The other workers that a request waits for, and what they have not done.
 
     Attributes:
-        key: that they have not pushed or deleted, or worker 0 has not made; "" at a barrier.
+        key: that they have not pushed or deleted, or worker 0 has not made; or the state that they have not passed on;
+            "" at a barrier.
         act: what they have not done with it.
     """
 
@@ -133,7 +147,10 @@ class Holds:
         wait = waits.get(entry.request) or next(iter(waits.values()), None)
         if wait is None:
             return Blocked(())
-        act = Act.DELETE if isinstance(message, Delete) else Act.PUSH if wait.clock else Act.MAKE
+        if isinstance(message, WantState | FetchPart | StatePart):
+            act = Act.PASS_ON
+        else:
+            act = Act.DELETE if isinstance(message, Delete) else Act.PUSH if wait.clock else Act.MAKE
         return Blocked(wait.absent, wait.key, act)
 
     def fact(self, role: str, rank: int) -> KnownFact | None:

@@ -29,12 +29,16 @@ from kvd.protocol.messages import (
     MAX_ASKED_BARRIERS,
     MAX_TEXT_CHARS,
     Enter,
+    FetchPart,
     NodeName,
+    OfferState,
     StandBy,
+    StatePart,
     WaitNews,
     WaitQuery,
     WaitReport,
     Waits,
+    WantState,
 )
 
 NEVER = float("inf")
@@ -215,12 +219,15 @@ class Looks:
 
     def _is_blocked(self, waiting: Sequence[Call], blockers: Blockers) -> bool:
         """Whether nothing of this worker is under way: all that it has asked waits for other workers, and the calls
-        that its threads wait for, which have no deadline of their own, wait for some of that."""
+        that its threads wait for, which have no deadline of their own, wait for some of that. An offer of its state
+        changes nothing: whoever wants one is not blocked."""
         if not self._look.is_complete or len(self._barriers()) > MAX_ASKED_BARRIERS:
             return False
         for entry in self._outbox.entries():
-            is_held = entry.request in self._look.held or isinstance(entry.send.message, Enter | StandBy)
-            if not is_held:
+            message = entry.send.message
+            if isinstance(message, WantState | FetchPart | StatePart):
+                return False  # a state is on its way, or will be
+            if entry.request not in self._look.held and not isinstance(message, Enter | StandBy | OfferState):
                 return False
         return all(call.answer_s is not None and blockers.of(call) for call in waiting)
 

@@ -34,7 +34,7 @@ from kvd.core.machine import (
 )
 from kvd.core.membership import ViewState
 from kvd.core.outbox import Outbox
-from kvd.core.places import Inheritance, Stopped
+from kvd.core.places import START, Inheritance, Stopped
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
@@ -186,6 +186,7 @@ class WorkerMachine:
             requests.Flush: pushes.flush,
             requests.Rewind: self._clocks.rewind,
             requests.Resume: self._clocks.resume,
+            requests.PassOver: self._clocks.pass_over,
             requests.ComeTo: self._clocks.come_to,
             requests.TakePartAgain: returning.take_part_again,
             requests.StandBy: standing.stand_by,
@@ -359,6 +360,12 @@ class WorkerMachine:
     def stopped(self) -> Stopped | None:
         """Where the program of a predecessor stopped that did not leave in good order; None without one."""
         return self._clocks.stopped()
+
+    @property
+    def has_pushed_in_loops(self) -> bool:
+        """Whether an earlier process of this rank has pushed in a loop over steps."""
+        stopped = self.stopped()
+        return stopped is not None and stopped.place != START
 
     def inherited(self, name: str) -> Inheritance | None:
         """What a predecessor has left in the key; None without one, or while the key is not known."""

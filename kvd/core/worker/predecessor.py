@@ -18,6 +18,7 @@ class Predecessor:
         self.place = START
         self.trained = False
         self._is_known = False
+        self._is_passed_over = False
 
     def learn(self, clocks: Clocks) -> None:
         """A server's answer to Attach."""
@@ -43,6 +44,10 @@ class Predecessor:
         """The program knows where it goes on."""
         self.place, self.trained = START, False
 
+    def pass_over(self) -> None:
+        """All of the step in which it stopped has counted, and the program has what that has changed."""
+        self._is_passed_over = True
+
     @property
     def is_known(self) -> bool:
         """Whether nothing more is to be learned of it."""
@@ -51,4 +56,4 @@ class Predecessor:
     @property
     def is_redone(self) -> bool:
         """Whether the step in which it stopped is made again."""
-        return kind_of(self.place) is PlaceKind.STEP
+        return kind_of(self.place) is PlaceKind.STEP and not self._is_passed_over

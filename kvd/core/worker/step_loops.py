@@ -193,6 +193,32 @@ class StepLoops:
         self.place = place_of(self._kind, self._first + step)
         self._pushed, self._broadcast = set(), set()
 
+    @property
+    def counts_whole(self) -> bool:
+        """Whether the present step is the one in which the predecessor stopped, and all of its pushes count: those of
+        every key that the loop lists, in every slice. The keys are known."""
+        stopped = self._predecessor.place
+        if not self._is_redoing or self.place != stopped or kind_of(stopped) is not PlaceKind.STEP:
+            return False
+        left = [self._predecessor.left(name) for name in self._listed or ()]
+        return bool(left) and all(
+            each is not None and each.place == stopped and each.counted > each.begun for each in left
+        )
+
+    def pass_over(self) -> None:
+        """The present step, which has not pushed anything here, counts as a whole, and is not made again.
+
+        Raises:
+            NotAllowed: it does not count as a whole, or has pushed.
+        """
+        if not self.counts_whole or self._pushed or self._broadcast:
+            raise NotAllowed("only a step whose pushes count already, and that has pushed nothing, is passed over")
+        self._pushed = set(self._listed or ())
+
+    def leave_out(self) -> None:
+        """The others make the present step without this worker, which has not pushed anything in it."""
+        self._pushed = set(self._listed or ())
+
     def leave(self) -> None:
         """The present step, if there is one, is done.
 
@@ -212,6 +238,11 @@ class StepLoops:
                 key=missing[0],
             )
         self._is_redoing = False
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the predecessor came further than the end of the last loop, so that the state there is nobody's."""
+        return self._is_behind and self._predecessor.place > place_of(PlaceKind.OUTSIDE, self._end)
 
     def end(self) -> None:
         """Closes the loop, or gives it up."""

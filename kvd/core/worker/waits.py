@@ -24,6 +24,7 @@ from kvd.core.worker.looks import NEVER, Looks
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.words import title_of
 from kvd.errors import Deadlock
+from kvd.protocol.messages import OfferState
 
 LOOKS_PER_ANSWER = 3  # in the time that a node may owe an answer: one may get lost
 LEAST_GAP_S = 0.1  # between two looks
@@ -153,7 +154,7 @@ class Waits:
         due = [
             call
             for call in self._calls.open_calls()
-            if self._watch_of(call).notice_at <= now and not isinstance(call.request, requests.JoinCluster)
+            if self._watch_of(call).notice_at <= now and not _is_nobodys(call.request)
         ]
         if not due:
             return
@@ -202,3 +203,10 @@ class Waits:
         """Raises AssertionError if a call is never looked at."""
         self._looks.validate()
         assert self._next_look < NEVER or not len(self._calls), "calls are open, and no look comes"
+
+
+def _is_nobodys(request: requests.Request) -> bool:
+    """Whether no thread waits for the call, or says itself for whom."""
+    if isinstance(request, requests.JoinCluster):
+        return True
+    return isinstance(request, requests.Control) and isinstance(next(iter(request.messages), None), OfferState)

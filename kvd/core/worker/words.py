@@ -37,6 +37,10 @@ _OF_MESSAGE: dict[type[Any], str] = {
     messages.ListKeys: "keys",
     messages.ClockQuery: "version",
     messages.StatusQuery: "status",
+    messages.OfferState: "an offer of this worker's state",
+    messages.WantState: "the state of another worker",
+    messages.FetchPart: "the state of another worker",
+    messages.StatePart: "the state for another worker",
 }
 
 
