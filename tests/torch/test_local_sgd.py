@@ -289,7 +289,12 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         frozen = new_model(0).requires_grad_(False)
         refused("no parameter needs gradients", optimizer=new_inner(frozen), named=frozen.named_parameters())
         optimizer = kt.LocalSGD(inner, model.named_parameters(), outer=OUTER, store=kv)
-        refused("wrapped already", optimizer=optimizer)
+        refused("a LocalSGD is wrapped already", optimizer=optimizer)
+        with kvd.create("local") as other:
+            distributed = kt.DistributedOptimizer(
+                new_inner(model), model.named_parameters(), where="servers", op="mean", store=other
+            )
+            refused("a DistributedOptimizer is wrapped already", optimizer=distributed)
         refused("this store has a LocalSGD already")
         with pytest.raises(NotAllowed, match="number of steps"):
             optimizer.steps(-1)
