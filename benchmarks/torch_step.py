@@ -123,41 +123,44 @@ def work() -> None:
     """Take turns, and print the figures as JSON; the argument is a dict with the options, as JSON."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
-    store = kvd.create("dist_sync")
+    rank = options["rank"]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{options['file']}", rank=store.rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{options['file']}", rank=rank, world_size=2)
     found: list[Figures] = []
     for name in options["works"]:
-        steps = {system: _step(WORKS[name], name, system, store) for system in SYSTEMS}
+        # A store has one optimizer for all keys, so each training has a job of its own.
+        stores = {
+            system: kvd.create("dist_sync", job=f"{name}-{system}", preferred_rank=rank)
+            for system in ("workers", "servers")
+        }
+        steps = {system: _step(WORKS[name], system, rank, stores.get(system)) for system in SYSTEMS}
         for step in steps.values():
             _turn(step, options["steps"])
         for turn in range(options["turns"]):
             for place in range(len(SYSTEMS)):
                 system = SYSTEMS[(turn + place) % len(SYSTEMS)]
                 dist.barrier()
-                if system != "alone" or store.rank == 0:
+                if system != "alone" or rank == 0:
                     server = _server_cpu_s(options["server"])
                     times, cpu_s = _turn(steps[system], options["steps"])
                     server_s = (_server_cpu_s(options["server"]) - server) / len(times)
-                    found.append(
-                        Figures(name, system, store.rank, statistics.median(times), min(times), cpu_s, server_s)
-                    )
+                    found.append(Figures(name, system, rank, statistics.median(times), min(times), cpu_s, server_s))
+        for store in stores.values():
+            store.close()
     print("FIGURES", json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    store.close()
 
 
-def _step(work: Work, name: str, system: str, store: kvd.KVStore) -> Callable[[], None]:
+def _step(work: Work, system: str, rank: int, store: kvd.KVStore | None) -> Callable[[], None]:
     """A step of a training of its own."""
-    torch.manual_seed(store.rank)
+    torch.manual_seed(rank)
     model = work.model()
     forward = DistributedDataParallel(model, broadcast_buffers=False) if system == "ddp" else model
     optimizer = work.optimizer(model.parameters())
     if system in ("workers", "servers"):
         where: Any = system
-        named = model.named_parameters(prefix=f"{name}.{system}")
-        optimizer = kt.DistributedOptimizer(optimizer, named, where=where, op="mean", store=store)
+        optimizer = kt.DistributedOptimizer(optimizer, model.named_parameters(), where=where, op="mean", store=store)
     x = torch.randn(work.batch, *work.sample)
     y = torch.randint(0, CLASSES, (work.batch,))
 
@@ -223,7 +226,7 @@ def measure(works: Sequence[str], turns: int, steps: int, threads: int) -> list[
             "file": f"{folder}/workers",
             "server": server.process.pid,
         }
-        workers = [cluster.script(WORKER, number, json.dumps(options)) for number in range(2)]
+        workers = [cluster.script(WORKER, rank, json.dumps({**options, "rank": rank})) for rank in range(2)]
         try:
             outputs = [worker.communicate()[0].decode() for worker in workers]
         finally:

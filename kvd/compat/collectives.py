@@ -382,7 +382,7 @@ class Collectives:
             tensors: equally many bytes in all workers; None: this worker has no use for them.
             nbytes: their sum.
         """
-        hosts = [] if tensors is None else [tensor.detach().cpu().contiguous() for tensor in tensors]
+        hosts = [] if tensors is None else [_on_host(tensor) for tensor in tensors]
         views = [_flat_bytes(host) for host in hosts]
         under_way: deque[tuple[Handle | None, Bytes, int, int]] = deque()
 
@@ -476,8 +476,13 @@ def _flat_bytes(tensor: torch.Tensor) -> Bytes:
     return flat
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor on the host: the same memory if it can be."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    return _flat_bytes(tensor.detach().cpu().contiguous())
+    return _flat_bytes(_on_host(tensor))
 
 
 def _write_bytes(source: Bytes, out: torch.Tensor) -> None:

@@ -69,9 +69,7 @@ class AccumulatingOptimizer(kt.DistributedOptimizer):
         self._made = 0  # passes of this step
         self._is_in_pass = self._skips = self._was_reduced_late = False
         self._local = ExitStack()  # holds `no_sync` until the last pass of a step
-        for parameter in self._trained:
-            hookable: Any = parameter
-            hookable.register_post_accumulate_grad_hook(self._notice_pass)
+        self._counts_passes = False
         self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -79,6 +77,11 @@ class AccumulatingOptimizer(kt.DistributedOptimizer):
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
             raise NotAllowed(f"backward_passes_per_step is a whole number, 1 or more, not {passes!r:.40}")
         self._passes_per_step = passes
+        if passes > 1 and not self._counts_passes:
+            self._counts_passes = True
+            for parameter in self._trained:
+                hookable: Any = parameter
+                hookable.register_post_accumulate_grad_hook(self._notice_pass)
         self._begin_step()
 
     def synchronize(self) -> None:
@@ -127,7 +130,7 @@ class AccumulatingOptimizer(kt.DistributedOptimizer):
 
     def _notice_pass(self, parameter: torch.Tensor) -> None:
         """A gradient is complete: count the pass when it has ended."""
-        if not self._is_in_pass and self._passes_per_step > 1:
+        if not self._is_in_pass:
             self._is_in_pass = True
             _engine.queue_callback(self._pass_ended)
 

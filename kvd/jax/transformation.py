@@ -21,7 +21,7 @@ def mean_over_workers(store: KVStore, prefix: str = "gradient.") -> optax.Gradie
     ``jax.jit`` and `jax.lax.scan` on one device, and outside of them. With batches of equal size the step is that of
     one process with the whole batch. All workers make the same steps; the first one makes the keys.
 
-    JAX returns from a jitted step before the step has run. In a loop over `kvd.KVStore.steps`, wait for its result
+    JAX may return from a jitted step before the step has run. In a loop over `kvd.KVStore.steps`, wait for its result
     (``jax.block_until_ready``) before the loop goes on: a step pushes its gradients before it ends.
 
     Args:

@@ -49,6 +49,7 @@ class Phase(Enum):
     IDLE = auto()  # none has been sent since the last step
     OPEN = auto()  # a backward is under way, or has failed
     SENT = auto()  # the pass has ended, and all were sent
+    FAILED = auto()  # the same, but what was to come back has not
 
 
 class GradientHook:
@@ -145,7 +146,9 @@ class GradientPasses:
         self.has_local = False
 
     def check_ended(self) -> None:
-        """Raise NotAllowed if a pass has begun and not ended."""
+        """Raise NotAllowed if a pass has begun and not ended, or has failed."""
+        if self.phase is Phase.FAILED:
+            raise _failed()
         if self.phase is not Phase.OPEN:
             return
         missing = [slot.name for slot in self.slots if not slot.is_ready]
@@ -185,13 +188,19 @@ class GradientPasses:
                 return
             self._check_frozen()
             self._is_ended = True
-        self._on_end()
+        try:
+            self._on_end()
+        except BaseException:
+            self.phase = Phase.FAILED
+            raise
 
     # ── one pass ──
 
     def _begin(self, slot: Slot) -> None:
         if self.phase is Phase.SENT and not self._repeats:
             raise _sent_twice(slot)
+        if self.phase is Phase.FAILED:
+            raise _failed()
         self._on_begin()
         for bucket in self._buckets:
             bucket.restart()
@@ -264,6 +273,13 @@ class GradientPasses:
 
 def _register(parameter: Any, hook: GradientHook) -> Any:
     return parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _failed() -> NotAllowed:
+    return NotAllowed(
+        "the last backward() has failed when its gradients were merged, and they cannot be sent again: end this "
+        "program, and start the job again from a checkpoint"
+    )
 
 
 def _sent_twice(slot: Slot) -> NotAllowed:

@@ -191,10 +191,14 @@ class Hyperparameters:
                 )
 
 
-def changes_between(before: Optimizer, now: Optimizer) -> dict[str, Any]:
-    """Return the fields in which two optimizers of one class differ, as they are now, for ``kv.update_optimizer``."""
-    fields = kinds(type(now))
-    changes = {name: value for name in fields if (value := getattr(now, name)) != getattr(before, name)}
+def changes_between(before: Optimizer | None, now: Optimizer) -> dict[str, Any]:
+    """Return the fields in which two optimizers of one class differ, as they are now, for ``kv.update_optimizer``.
+
+    Args:
+        before: None: all fields are returned.
+    """
+    values = {name: getattr(now, name) for name in kinds(type(now))}
+    changes = {name: value for name, value in values.items() if before is None or value != getattr(before, name)}
     return {name: dict(value) if isinstance(value, Multipliers) else value for name, value in changes.items()}
 
 

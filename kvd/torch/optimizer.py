@@ -33,10 +33,10 @@ class DistributedOptimizer(WrappedOptimizer):
     """A torch optimizer whose gradients are those of all workers of a job.
 
     It takes the place of the optimizer that it wraps, in the training loop, in learning rate schedulers, and in
-    ``torch.amp.GradScaler``. Both have the same `param_groups`, `state`, `defaults` and hooks. Each parameter that
-    needs gradients is a key of the store, named as in ``state_dict()``. Every worker begins with the parameters of
-    worker 0. During ``backward()``, gradients are sent in buckets, the last layers first, while those of earlier layers
-    are computed.
+    ``torch.amp.GradScaler``. Both have the same ``param_groups``, ``state``, ``defaults`` and hooks. Each parameter
+    that needs gradients is a key of the store, named as in ``state_dict()``. Every worker begins with the parameters
+    of worker 0. During ``backward()``, gradients are sent in buckets, the last layers first, while those of earlier
+    layers are computed.
 
     **where="servers"**: the servers make the steps of the optimizer (see `from_torch`) and keep its state. ``step()``
     waits for the new weights, which equal those of one process with the whole batch, to rounding. A worker that is

@@ -71,8 +71,9 @@ class ServersMode:
         if self._store.rank == min(self._store.ranks):
             self._change = self._updates.update_optimizer(changes_between(there, mine))
 
-    def _there(self) -> Optimizer:
-        """The optimizer as the servers have it. Raises NotAllowed if it is of another class than this one."""
+    def _there(self) -> Optimizer | None:
+        """The optimizer as the servers have it; None: only a predecessor of this worker knows. Raises NotAllowed if it
+        is of another class than this one."""
         last_set, mine = self._updates.last_set, self._hyperparameters.optimizer
         if type(last_set) is not type(mine):
             raise NotAllowed(
@@ -80,8 +81,10 @@ class ServersMode:
                 f'{type(mine).__name__} cannot join it: use optimizers of one class, or where="workers" for all'
             )
         assert last_set is not None
-        base, current = _on_servers.get(self._store, (last_set, last_set))
-        return current if base is last_set else last_set
+        base, current = _on_servers.get(self._store, (None, None))
+        if base is last_set:
+            return current
+        return None if self._store.restarted and base is None else last_set
 
     def before_first(self) -> None:
         """The first gradients are about to leave: the servers must have the hyperparameters for them."""

@@ -102,7 +102,7 @@ class WorkersMode:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients."""
         self._wrapped.zero_grad(set_to_none)
-        if self.passes.phase is not Phase.OPEN:
+        if self.passes.phase in (Phase.IDLE, Phase.SENT):
             self.passes.step_done()
 
     def end_step(self) -> None:

@@ -32,7 +32,8 @@ ACCEPT_WITHIN_S: Final = 5.0
 
 _REFUSED: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH) | int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _SUCCEEDED: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_ENDED: Final = int(zmq.EVENT_DISCONNECTED) | int(zmq.EVENT_CONNECT_RETRIED)
+_NOT_MADE: Final = int(zmq.EVENT_CONNECT_RETRIED)
+_ENDED: Final = int(zmq.EVENT_DISCONNECTED) | _NOT_MADE
 
 
 class Dealer:
@@ -49,6 +50,7 @@ class Dealer:
     Attributes:
         socket: connected to the address, or to be connected when its name is known.
         address, key: the same.
+        endpoint: where the socket is connected to, in numbers; "" while a name is looked up.
 
     Raises:
         zmq.ZMQError: this is not an address to connect to, or not a key.
@@ -69,7 +71,8 @@ class Dealer:
         self._lock = lock
         self._open_again = open_again
         self._name = _name_in(address)
-        self._number = ""  # the endpoint of a name to which the socket is connected
+        self.endpoint = "" if self._name is not None else address
+        self._known = ""  # the number of the name where the last handshake succeeded
         self._pause_s = RECONNECT_FIRST_MS / 1000
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -108,10 +111,13 @@ class Dealer:
                 self._timer = self._loop.call_later(AGAIN_AFTER_S, self._open_again)
         elif event & _SUCCEEDED:
             self._pause_s = RECONNECT_FIRST_MS / 1000
-        elif self._number:
+            self._known = _host_of(self.endpoint)
+        elif self.endpoint:
             with self._lock, suppress(zmq.ZMQError):  # libzmq has closed it meanwhile
-                self.socket.disconnect(self._number)
-            self._number = ""
+                self.socket.disconnect(self.endpoint)
+            self.endpoint = ""
+            if event & _NOT_MADE:
+                self._known = ""
             self._look_up_later()
 
     # ── the name ──
@@ -126,18 +132,21 @@ class Dealer:
     def _look_up(self, name: Address) -> None:
         """Find the number in a thread that the end of the process does not wait for: a name server may be slow."""
         self._timer = None
-        loop = self._loop
+        loop, known = self._loop, self._known
 
         def work() -> None:
             try:
-                number = number_that_accepts(name.host, name.port, ACCEPT_WITHIN_S)
+                number = number_that_accepts(name.host, name.port, ACCEPT_WITHIN_S, known=known)
             except OSError:
                 number = ""
             with suppress(RuntimeError):  # the loop is closed
                 assert loop is not None
                 loop.call_soon_threadsafe(self._found, name, number)
 
-        threading.Thread(target=work, name="kvd-look-up", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="kvd-look-up", daemon=True).start()
+        except RuntimeError:  # there are too many threads
+            self._look_up_later()
 
     def _found(self, name: Address, number: str) -> None:
         if self._loop is None:
@@ -145,10 +154,20 @@ class Dealer:
         if not number:
             self._look_up_later()
             return
-        self._number = tcp_address(number, name.port)
-        with self._lock:
-            self.socket.setsockopt(zmq.IPV6, int(":" in number))
-            self.socket.connect(self._number)
+        endpoint = tcp_address(number, name.port)
+        try:
+            with self._lock:
+                self.socket.setsockopt(zmq.IPV6, int(":" in number))
+                self.socket.connect(endpoint)
+        except zmq.ZMQError:  # libzmq cannot take this number, or has no memory
+            self._known = ""
+            self._look_up_later()
+            return
+        self.endpoint = endpoint
+
+
+def _host_of(endpoint: str) -> str:
+    return parse_address(endpoint).host
 
 
 def _name_in(address: str) -> Address | None:

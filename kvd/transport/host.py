@@ -86,7 +86,9 @@ class HostTransport:
         tcp = Medium.PLAIN_TCP if curve is None else Medium.SEALED_TCP
         self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links, tcp=tcp)
         sought = None if tcp_links is TcpLinks.OFF else tcp
-        self._seeker = LinkSeeker(self._ask, self._opened, self._not_opened, unix=shared_memory, tcp=sought)
+        self._seeker = LinkSeeker(
+            self._ask, self._zmq.endpoint_of, self._opened, self._not_opened, unix=shared_memory, tcp=sought
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._zone = ""  # the interface that leads to the scheduler, if its address names one
@@ -278,8 +280,8 @@ class HostTransport:
         else:
             self._sink.on_garbage(peer, "a message about links from a node that has nothing to say about them")
 
-    def _ask(self, peer: ServerPeer, header: bytes) -> None:
-        self._zmq.send(peer, header, ())
+    def _ask(self, peer: ServerPeer, header: bytes) -> bool:
+        return self._zmq.send(peer, header, ())
 
     def _opened(self, peer: ServerPeer, connection: socket.socket, proven: Proven) -> None:
         self._add(peer, connection, proven)

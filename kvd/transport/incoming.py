@@ -73,29 +73,30 @@ def check_hello(frame: Frame) -> None:
 
 
 class FrameAssembler:
-    """Puts frames together from the bytes of a stream. Belongs to the thread that reads the link."""
+    """Puts frames together from the bytes of a stream. Belongs to the thread that reads the link.
+
+    Attributes:
+        missing: the part of a large payload that is still to arrive, in memory of the payload.
+        missing_nbytes: its size; 0 if none is arriving.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # the range of the buffer that has not been taken yet
         self._large: Frame | None = None  # the frame whose payload is arriving
-        self._missing = memoryview(b"")  # the part of its payload that has not arrived yet
+        self.missing = memoryview(b"")
+        self.missing_nbytes = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether no part of a frame has arrived that has not been taken."""
         return self._large is None and self._start == self._end
 
-    @property
-    def missing_nbytes(self) -> int:
-        """How much of a large payload is still to arrive; 0 if none is arriving."""
-        return len(self._missing)
-
     def room(self) -> memoryview:
         """Where the next bytes of the stream belong; to be called when `take` returns None. Never empty."""
         if self._large is not None:
-            return self._missing
+            return self.missing
         if self._start:
             rest = self._end - self._start
             self._view[:rest] = self._view[self._start : self._end]
@@ -107,15 +108,16 @@ class FrameAssembler:
         returns None. The first one is not empty."""
         if self._large is None:
             return [self.room()]
-        return [self._missing, self._view[:AHEAD_BYTES]]  # all that was in the buffer belonged to the payload
+        return [self.missing, self._view[:AHEAD_BYTES]]  # all that was in the buffer belonged to the payload
 
     def arrived(self, nbytes: int) -> None:
         """So many bytes were written to the start of the room, or of the rooms."""
         if self._large is None:
             self._end += nbytes
         else:
-            ahead = nbytes - len(self._missing)
-            self._missing = self._missing[nbytes:]
+            ahead = nbytes - self.missing_nbytes
+            self.missing = self.missing[nbytes:]
+            self.missing_nbytes = max(0, -ahead)
             if ahead > 0:
                 self._start, self._end = 0, ahead
 
@@ -193,15 +195,16 @@ class FrameAssembler:
         arrived = min(frame.nbytes, self._end - self._start)
         payload[:arrived] = self._view[self._start : self._start + arrived]
         self._start += arrived
-        self._missing = payload[arrived:]
+        self.missing = payload[arrived:]
+        self.missing_nbytes = frame.nbytes - arrived
         self._large = frame._replace(payload=payload.toreadonly())
         return self._take_large()
 
     def _take_large(self) -> Frame | None:
-        if len(self._missing):
+        if self.missing_nbytes:
             return None
         frame, self._large = self._large, None
-        self._missing = memoryview(b"")
+        self.missing = memoryview(b"")
         return frame
 
 

@@ -19,6 +19,7 @@ from kvd.transport.link_sockets import other_user, tcp_address_of, tune, unix_na
 from kvd.transport.offers import ID_BYTES, Offer, pack_ask
 from kvd.transport.sealing import OVER_TCP, why_not
 
+ASK_AGAIN_S = 0.02
 ANSWER_WITHIN_S = 10.0  # a server that does not answer would not take messages either
 OPEN_WITHIN_S = 3.0
 OPEN_WITHIN_HOST_S = 10.0
@@ -37,15 +38,18 @@ class _Search:
         self.peer = peer
         self.address = address
         self.question = secrets.token_bytes(ID_BYTES)
+        self.is_asked = False  # whether the question was sent: a name may have to be looked up first
         self.timer: asyncio.TimerHandle | None = None
+        self.ask_again: asyncio.TimerHandle | None = None
         self.half_open: HalfOpen | None = None
         self.offer: Offer | None = None
         self.principal: Principal | None = None
         self.reasons: list[str] = []
 
     def close(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+        for timer in (self.timer, self.ask_again):
+            if timer is not None:
+                timer.cancel()
         if self.half_open is not None:
             self.half_open.close()
 
@@ -54,7 +58,8 @@ class LinkSeeker:
     """Belongs to the loop's thread. Each search ends with one call of `found` or `not_found`, unless it is given up.
 
     Args:
-        ask: sends a message of this file's protocol over ZeroMQ.
+        ask: sends a message of this file's protocol over ZeroMQ. False: it was not sent, as there is no connection yet.
+        endpoint_of: where the ZeroMQ connection to a server leads, in numbers; "" if it has ended.
         found: takes a connection whose other end has proven itself.
         not_found: takes the address of a server, and why there is no link to it.
         unix: whether to open links within the host.
@@ -63,7 +68,8 @@ class LinkSeeker:
 
     def __init__(
         self,
-        ask: Callable[[ServerPeer, bytes], object],
+        ask: Callable[[ServerPeer, bytes], bool],
+        endpoint_of: Callable[[ServerPeer], str],
         found: Found,
         not_found: NotFound,
         *,
@@ -71,6 +77,7 @@ class LinkSeeker:
         tcp: Medium | None,
     ) -> None:
         self._ask = ask
+        self._endpoint_of = endpoint_of
         self._found = found
         self._not_found = not_found
         self._unix = unix
@@ -86,6 +93,8 @@ class LinkSeeker:
         self._loop = loop
         for search in self._searches.values():
             self._limit(search)
+            if not search.is_asked:
+                self._ask_for(search)
 
     def seek(self, peer: ServerPeer, address: str) -> None:
         """Asks the server for a link. There is a connection to it over ZeroMQ, at this address."""
@@ -93,7 +102,7 @@ class LinkSeeker:
         if not self._unix:
             search.reasons.append(TURNED_OFF)
         self._limit(search)
-        self._ask(peer, pack_ask(search.question))
+        self._ask_for(search)
 
     def give_up(self, peer: ServerPeer) -> None:
         search = self._searches.pop(peer, None)
@@ -119,6 +128,18 @@ class LinkSeeker:
             self._open_within_host(search, offer)
         else:
             self._open_over_tcp(search, offer)
+
+    def _ask_for(self, search: _Search) -> None:
+        """Ask for a link, as soon as there is a connection. The server has its time from then on."""
+        search.is_asked = self._ask(search.peer, pack_ask(search.question))
+        if self._loop is None:
+            return
+        if not search.is_asked:
+            search.ask_again = self._loop.call_later(ASK_AGAIN_S, self._ask_for, search)
+        elif search.ask_again is not None:
+            assert search.timer is not None
+            search.timer.cancel()
+            self._limit(search)
 
     def _limit(self, search: _Search) -> None:
         if self._loop is not None:
@@ -154,35 +175,27 @@ class LinkSeeker:
     # ── over TCP ──
 
     def _open_over_tcp(self, search: _Search, offer: Offer) -> None:
-        where = tcp_address_of(search.address)
+        endpoint = self._endpoint_of(search.peer)
+        where = tcp_address_of(endpoint)
         reason = ""
         if self._tcp is None:
             reason = TURNED_OFF
         elif self._tcp is Medium.SEALED_TCP:
             reason = why_not()
         reason = reason or ("" if offer.port else offer.reason)
+        if not reason and where is None:
+            reason = "the server is not reached over TCP" if endpoint else "the connection to the server has ended"
         if reason or where is None:
-            self._fail(search, f"{OVER_TCP}{reason or 'the server is not reached over TCP'}")
-            return
-        host, port = where.host, offer.port
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-        except socket.gaierror:  # a name: the system may have to ask for its number
-            assert self._loop is not None
-            asked = self._loop.run_in_executor(None, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
-            asked.add_done_callback(partial(self._resolved, search, offer))
-            return
-        self._connect(search, offer, found[0][0], found[0][4])
-
-    def _resolved(self, search: _Search, offer: Offer, asked: asyncio.Future[list[Any]]) -> None:
-        if self._searches.get(search.peer) is not search:
+            self._fail(search, f"{OVER_TCP}{reason}")
             return
         try:
-            found = asked.result()
-        except OSError as error:
-            self._fail(search, f"{OVER_TCP}the server's host is not known: {error.strerror}")
+            (family, *_, address), *_ = socket.getaddrinfo(
+                where.host, offer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+        except OSError as error:  # such as an interface that is gone
+            self._fail(search, f"{OVER_TCP}{error.strerror}")
             return
-        self._connect(search, offer, found[0][0], found[0][4])
+        self._connect(search, offer, family, address)
 
     def _connect(self, search: _Search, offer: Offer, family: int, where: Any) -> None:
         connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

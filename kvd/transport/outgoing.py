@@ -8,6 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice, takewhile
 from typing import Protocol, TypeAlias
 
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
@@ -17,6 +18,7 @@ COST_OF_ENTRY_BYTES = 256  # memory that a queued piece takes besides its bytes
 MOST_JOINED_BYTES = 64 << 10  # what is joined may be one record of a sealed link, which its reader takes in at once
 
 PIECES_AT_A_TIME = 1000  # in one system call; the kernel takes 1024
+PIECES_FLUSHED = 64  # taken from the queue for one system call: a socket seldom has room for more
 SMALL_PIECE_BYTES = 16 << 10  # up to this a piece is cheaper to copy than to send by itself
 MOST_GATHERED_BYTES = 256 << 10
 
@@ -30,16 +32,16 @@ class Writer(Protocol):
     """Gives bytes to a socket. Raises OSError when the connection is broken."""
 
     has_unsent: bool
-    """Whether the socket had no room for something that `write` has taken."""
+    """Whether the socket had no room for something that was taken."""
 
     writes_at_a_time: int
     """How many writes may follow each other before the thread does something else."""
 
-    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None, more: bool) -> int:
-        """How many of the bytes it has taken. `more`: others follow at once."""
+    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None) -> int:
+        """Take bytes, with a descriptor of this process, and return how many."""
 
     def write_all(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """The same for several pieces, one after the other."""
+        """Take several pieces, one after the other, and return how many bytes."""
 
     def flush(self) -> None:
         """Gives the socket what it had no room for."""
@@ -54,10 +56,10 @@ class PlainWriter:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
-    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None, more: bool) -> int:
+    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None) -> int:
         try:
             if descriptor is None:
-                return self._socket.send(data, _MORE if more else FLAGS)
+                return self._socket.send(data, FLAGS)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
             return self._socket.sendmsg([data], [rights], FLAGS)
         except BlockingIOError:
@@ -124,7 +126,7 @@ class Outgoing:
                 data = b"".join((*self._held, data))
                 self._drop_held()
         if not self.waits:
-            sent = self._writer.write(data, descriptor, False)
+            sent = self._writer.write(data, descriptor)
             if sent == len(data) and not self._writer.has_unsent:
                 return
             if sent:
@@ -137,7 +139,7 @@ class Outgoing:
         """Sends a frame that the caller may change afterwards. False: nothing was done, as other bytes go first."""
         if self.waits or self._held:
             return False
-        sent = self._writer.write(frame, None, False)
+        sent = self._writer.write(frame, None)
         if sent < len(frame):
             self._wait_with(bytes(frame[sent:]), None)
         elif self._writer.has_unsent:
@@ -189,15 +191,30 @@ class Outgoing:
                     self._epoll.modify(self._socket, select.EPOLLIN)
                 return
             data, descriptor = self._queue[0]
-            sent = self._writer.write(data, descriptor, len(self._queue) > 1)
+            if descriptor is None:
+                sent = self._writer.write_all(self._next_pieces())
+            else:
+                sent = self._writer.write(data, descriptor)
             if not sent:
                 return
-            self._queued_bytes -= sent
-            if sent < len(data):
-                self._queue[0] = (memoryview(data)[sent:], None)
-            else:
-                self._queue.popleft()
-                self._queued_bytes -= COST_OF_ENTRY_BYTES
+            self._drop_first(sent)
+
+    def _next_pieces(self) -> list[bytes | memoryview]:
+        """The first pieces of the queue, up to the next descriptor."""
+        waiting = islice(self._queue, PIECES_FLUSHED)
+        return [data for data, _ in takewhile(_has_no_descriptor, waiting)]
+
+    def _drop_first(self, nbytes: int) -> None:
+        """Drop so many bytes from the front of the queue: they were sent."""
+        self._queued_bytes -= nbytes
+        while nbytes:
+            data, _ = self._queue[0]
+            if nbytes < len(data):
+                self._queue[0] = (memoryview(data)[nbytes:], None)
+                return
+            nbytes -= len(data)
+            self._queue.popleft()
+            self._queued_bytes -= COST_OF_ENTRY_BYTES
 
     def copy_queued(self) -> None:
         """Replaces the queued bytes by copies: the program takes its memory back."""
@@ -217,6 +234,10 @@ class Outgoing:
         self.clear()
         with suppress(OSError, ValueError):
             self._epoll.unregister(self._socket)
+
+
+def _has_no_descriptor(entry: Entry) -> bool:
+    return entry[1] is None
 
 
 def gathered(pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:

@@ -117,15 +117,23 @@ def connect_to_any(host: str, port: int, timeout_s: float) -> socket.socket:
     raise [*refusals, *errors][0]
 
 
-def number_that_accepts(host: str, port: int, timeout_s: float) -> str:
-    """Return the number of the address of a host that accepts connections; of a host with one address, that one.
+def number_that_accepts(host: str, port: int, timeout_s: float, *, known: str = "") -> str:
+    """Return the number of the address of a host that accepts connections.
+
+    A host with one address is not asked, nor is one that still has the known number: at its other end, a connection
+    that is opened only to find the number counts as one that proves no key.
+
+    Args:
+        known: a number that has accepted a connection, and has refused none since.
 
     Raises:
         OSError: as `connect_to_any`.
     """
-    found = look_up(host, port)
-    if len(found) == 1:
-        return number_of(found[0][1])
+    numbers = [number_of(where) for _, where in look_up(host, port)]
+    if len(numbers) == 1:
+        return numbers[0]
+    if known in numbers:
+        return known
     with connect_to_any(host, port, timeout_s) as connection:
         return number_of(connection.getpeername())
 

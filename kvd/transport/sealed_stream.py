@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,8 @@ from kvd.transport.wake_ups import WakeUps
 WRITE_BYTES = 4 << 20  # sealed at most before the caller does something else
 READS_AT_A_TIME = 16  # a turn of the loop takes longer than reading and opening a record
 
+_SEALED_BYTES = RECORD_BYTES + OVERHEAD_BYTES + (64 << 10)  # a large record, and small ones before it
+_READ_BYTES = 64 << 10  # read at least, if there is so much: a small record is followed by others
 _MORE = FLAGS | int(socket.MSG_MORE)  # the kernel waits for more before it fills a packet up
 
 
@@ -41,46 +42,59 @@ class SealedWriter:
     def __init__(self, connection: socket.socket, sealer: Sealer) -> None:
         self._socket = connection
         self._sealer = sealer
-        self._record = np.empty(RECORD_BYTES + OVERHEAD_BYTES, np.uint8).data
-        self._unsent = self._record[:0]
+        self._sealed = np.empty(_SEALED_BYTES, np.uint8).data  # records that leave with one system call
+        self._begin = self._end = 0  # those that were not sent yet
         self.has_unsent = False
 
-    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None, more: bool) -> int:
-        """Seals as many of the bytes as the socket has room for, and returns their number."""
+    def write(self, data: bytes | bytearray | memoryview, descriptor: int | None) -> int:
+        """Seal bytes, up to `WRITE_BYTES` and as long as the socket has room, and return how many."""
         if descriptor is not None:
             raise ValueError("descriptors do not leave the host")
+        return self.write_all((data,))
+
+    def write_all(self, pieces: Sequence[bytes | bytearray | memoryview]) -> int:
+        """Seal pieces, up to `WRITE_BYTES` of each and as long as the socket has room. Return how many bytes of all.
+
+        Small records that follow each other leave with one system call, as does a large one behind them.
+        """
         if self.has_unsent:
             self.flush()
-        view = memoryview(data)
-        taken = 0
-        while taken < len(view) and taken < WRITE_BYTES and not self.has_unsent:
-            part = view[taken : taken + RECORD_BYTES]
-            try:
-                self._unsent = self._record[: self._sealer.seal(part, self._record)]
-            except BrokenSealError as error:
-                raise OSError(0, str(error)) from None
-            taken += len(part)
-            goes_on = more or taken < len(view)
-            self._send(_MORE if goes_on and taken < WRITE_BYTES else FLAGS)
-        return taken
-
-    def write_all(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Seals as many of the pieces as the socket has room for, up to `WRITE_BYTES` of each."""
-        taken = 0
-        for place, piece in enumerate(pieces, 1):
-            written = self.write(piece, None, place < len(pieces))
-            taken += written
-            if written < len(piece) or self.has_unsent:
-                break
+        taken, seal = 0, self._sealer.seal
+        for piece in pieces:
+            view = memoryview(piece)
+            nbytes, at = len(view), 0
+            while at < nbytes:
+                if self.has_unsent:
+                    return taken
+                if at >= WRITE_BYTES:
+                    self._send(FLAGS)
+                    return taken
+                part = view[at : at + RECORD_BYTES]
+                if self._end + len(part) + OVERHEAD_BYTES > _SEALED_BYTES:
+                    self._send(_MORE)
+                    continue
+                try:
+                    self._end += seal(part, self._sealed[self._end :])
+                except BrokenSealError as error:
+                    raise OSError(0, str(error)) from None
+                at += len(part)
+                taken += len(part)
+        if not self.has_unsent:
+            self._send(FLAGS)
         return taken
 
     def flush(self) -> None:
         self._send(FLAGS)
 
     def _send(self, flags: int) -> None:
-        with suppress(BlockingIOError):
-            self._unsent = self._unsent[self._socket.send(self._unsent, flags) :]
-        self.has_unsent = len(self._unsent) > 0
+        try:
+            self._begin += self._socket.send(self._sealed[self._begin : self._end], flags)
+        except BlockingIOError:
+            self.has_unsent = True
+            return
+        self.has_unsent = self._begin < self._end
+        if not self.has_unsent:
+            self._begin = self._end = 0
 
 
 class SealedIncoming:
@@ -94,6 +108,7 @@ class SealedIncoming:
         self._frames = FrameAssembler()
         self._buffer = np.empty(RECORD_BYTES + OVERHEAD_BYTES + HEAD.size, np.uint8).data
         self._start = self._end = 0  # the range of the buffer that has not been opened yet
+        self._size = 0  # of the record that begins there; 0: its head has not arrived, or was not read yet
         self._reads_left = 0
         self._wake_ups = WakeUps(connection)
 
@@ -104,17 +119,18 @@ class SealedIncoming:
 
     def _read(self) -> int:
         """Reads once. Returns the number of bytes, -1 if there are none yet, 0 at the end."""
+        end = self._end
         if self._start:
-            rest = self._end - self._start
-            self._buffer[:rest] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, rest
+            rest = end - self._start
+            self._buffer[:rest] = self._buffer[self._start : end]
+            self._start, self._end, end = 0, rest, rest
         # Not beyond the head of the record that follows a large one: the next read would have to move what came.
-        until = len(self._buffer) if self._end < HEAD.size else self._size_of_next() + HEAD.size
+        until = max(self._size + HEAD.size, _READ_BYTES) if self._size else len(self._buffer)
         try:
-            nbytes = self._socket.recv_into(self._buffer[self._end : until])
+            nbytes = self._socket.recv_into(self._buffer[end:until])
         except BlockingIOError:
             return -1
-        self._end += nbytes
+        self._end = end + nbytes
         return nbytes
 
     def take(self) -> Frame | None:
@@ -123,13 +139,16 @@ class SealedIncoming:
         Raises:
             InvalidFrameError: what arrived was not sealed by the other end, or breaks the protocol.
         """
-        while True:
-            frame = self._frames.take()
-            if frame is not None:
-                return frame
-            if not self._open_next() and not self._read_on():
-                self._wake_ups.come_for(self._frames.missing_nbytes - (self._end - self._start))
-                return None
+        frames = self._frames
+        frame = frames.take()
+        while frame is None:
+            if self._open_next():
+                if not frames.missing_nbytes:
+                    frame = frames.take()
+            elif not self._reads_left or not frames.missing_nbytes or not self._read_on():
+                self._wake_ups.come_for(frames.missing_nbytes - (self._end - self._start))
+                break
+        return frame
 
     @property
     def has_rest(self) -> bool:
@@ -155,9 +174,7 @@ class SealedIncoming:
         return self._frames.take_expected(expected)
 
     def _read_on(self) -> bool:
-        """Reads more of a large payload. False: there is nothing to read yet, or it is somebody else's turn."""
-        if not self._reads_left or not self._frames.missing_nbytes:
-            return False
+        """Reads more of a large payload. False: there is nothing to read yet."""
         self._reads_left -= 1
         try:
             return self._read() > 0
@@ -179,26 +196,27 @@ class SealedIncoming:
 
     def _open_next(self) -> bool:
         """Opens the next record where its bytes belong. False: it has not arrived completely."""
-        if self._end - self._start < HEAD.size:
-            return False
-        end = self._start + self._size_of_next()
+        start, size = self._start, self._size
+        if not size:
+            if self._end - start < HEAD.size:
+                return False
+            try:
+                size = self._opener.plain_nbytes(self._buffer[start : self._end]) + OVERHEAD_BYTES
+            except BrokenSealError as error:
+                raise InvalidFrameError(str(error)) from None
+            self._size = size
+        end = start + size
         if end > self._end:
             return False
-        nbytes = end - self._start - OVERHEAD_BYTES
-        room = self._frames.room()
+        nbytes = size - OVERHEAD_BYTES
+        frames = self._frames
+        room = frames.missing if frames.missing_nbytes else frames.room()
         if nbytes > len(room):
             raise InvalidFrameError("a record goes beyond its frame")
         try:
-            self._opener.open(self._buffer[self._start : end], room[:nbytes])
+            self._opener.open(self._buffer[start:end], room[:nbytes])
         except BrokenSealError as error:
             raise InvalidFrameError(str(error)) from None
-        self._start = end
-        self._frames.arrived(nbytes)
+        self._start, self._size = end, 0
+        frames.arrived(nbytes)
         return True
-
-    def _size_of_next(self) -> int:
-        """The size of the record whose head has arrived."""
-        try:
-            return self._opener.plain_nbytes(self._buffer[self._start : self._end]) + OVERHEAD_BYTES
-        except BrokenSealError as error:
-            raise InvalidFrameError(str(error)) from None

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from struct import Struct
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -36,6 +38,7 @@ OVER_TCP: Final = "no link over TCP: "
 
 _NONCE = Struct("<4xQ")
 _PROTOCOL = b"kvd link 1 "
+_USED_UP = "the numbers of the records are used up"
 
 
 class BrokenSealError(Exception):
@@ -126,33 +129,29 @@ def _expand(secret: bytes, label: bytes) -> bytes:
 # ── records ──
 
 
-class _Keys:
-    """The keys of one direction, one after the other, and the numbers of its records."""
+def _numbered_keys(secret: bytes, records_per_key: int, first: int) -> Callable[[], tuple[Cipher, bytes]]:
+    """Return what gives the key and the nonce of the next record, and raises StopIteration after the last number.
 
-    def __init__(self, secret: bytes, records_per_key: int, first: int) -> None:
-        problem = why_not()
-        if problem:
-            raise ConfigError(f"links between hosts cannot be sealed: {problem}. {remedy_for(problem)}")
-        if len(secret) != SECRET_BYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes: {SECRET_BYTES} are needed")
-        self._secret = secret
-        self._records_per_key = records_per_key
-        self._left = 0  # records that the key may still serve
-        self._next = first
-        self._cipher: Cipher
+    Whatever becomes of the record, no other one gets this nonce. Only a new key takes a step of the interpreter.
 
-    def take(self) -> tuple[Cipher, bytes]:
-        """The key and the nonce of the next record. Whatever becomes of it, no other record gets this nonce."""
-        number = self._next
-        if number >= MOST_RECORDS:
-            raise BrokenSealError("the numbers of the records are used up")
-        self._next = number + 1
-        if not self._left:
-            self._cipher = _cipher(_expand(self._secret, b"key"))
-            self._secret = _expand(self._secret, b"next")
-            self._left = self._records_per_key
-        self._left -= 1
-        return self._cipher, _NONCE.pack(number)
+    Raises:
+        ConfigError: `cryptography` is missing or too old.
+    """
+    problem = why_not()
+    if problem:
+        raise ConfigError(f"links between hosts cannot be sealed: {problem}. {remedy_for(problem)}")
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"a secret of {len(secret)} bytes: {SECRET_BYTES} are needed")
+    return chain.from_iterable(_records_of_keys(secret, records_per_key, first)).__next__
+
+
+def _records_of_keys(secret: bytes, records_per_key: int, first: int) -> Iterator[Iterator[tuple[Cipher, bytes]]]:
+    """For one key after the other, the key and the nonce of each of its records."""
+    while first < MOST_RECORDS:
+        numbers = range(first, min(first + records_per_key, MOST_RECORDS))
+        cipher, secret = _cipher(_expand(secret, b"key")), _expand(secret, b"next")
+        yield zip(repeat(cipher), map(_NONCE.pack, numbers))
+        first = numbers.stop
 
 
 class Sealer:
@@ -168,7 +167,7 @@ class Sealer:
     """
 
     def __init__(self, secret: bytes, *, records_per_key: int = RECORDS_PER_KEY, first: int = 0) -> None:
-        self._keys = _Keys(secret, records_per_key, first)
+        self._next = _numbered_keys(secret, records_per_key, first)
 
     def seal(self, plain: Buffer, record: memoryview) -> int:
         """Writes a record with 1 to `RECORD_BYTES` bytes, and returns its size, `OVERHEAD_BYTES` more.
@@ -179,7 +178,10 @@ class Sealer:
         if not 0 < len(plain) <= RECORD_BYTES:
             raise ValueError(f"{len(plain)} bytes for one record: it takes 1 to {RECORD_BYTES}")
         end = len(plain) + OVERHEAD_BYTES
-        cipher, nonce = self._keys.take()
+        try:
+            cipher, nonce = self._next()
+        except StopIteration:
+            raise BrokenSealError(_USED_UP) from None
         head = HEAD.pack(len(plain))
         record[: HEAD.size] = head
         cipher.encrypt_into(nonce, plain, head, record[HEAD.size : end])
@@ -190,7 +192,7 @@ class Opener:
     """The receiving side of one direction. One thread at a time calls it. Arguments as for `Sealer`."""
 
     def __init__(self, secret: bytes, *, records_per_key: int = RECORDS_PER_KEY, first: int = 0) -> None:
-        self._keys = _Keys(secret, records_per_key, first)
+        self._next = _numbered_keys(secret, records_per_key, first)
         from cryptography.exceptions import InvalidTag
 
         self._invalid_tag = InvalidTag
@@ -213,8 +215,10 @@ class Opener:
         Raises:
             BrokenSealError: it is not the next record of the other side, or was changed on the way.
         """
-        cipher, nonce = self._keys.take()
         try:
+            cipher, nonce = self._next()
             cipher.decrypt_into(nonce, record[HEAD.size :], record[: HEAD.size], plain)
+        except StopIteration:
+            raise BrokenSealError(_USED_UP) from None
         except self._invalid_tag:
             raise BrokenSealError("a record was changed on the way, or is not the next one") from None

@@ -152,6 +152,11 @@ class ZmqTransport:
         if self._loop is not None:
             dealer.start(self._loop)
 
+    def endpoint_of(self, peer: Peer) -> str:
+        """Return where the connection to a peer leads, in numbers; "" if it is being looked for, or there is none."""
+        dealer = self._dealers.get(peer)
+        return "" if dealer is None else dealer.endpoint
+
     def disconnect(self, peer: Peer) -> None:
         with self._lock:
             dealer = self._dealers.pop(peer, None)

@@ -179,6 +179,8 @@ def test_broadcasts_from_any_worker_keep_every_bit() -> None:
         special = torch.tensor([-0.0, float("nan"), float("inf")]) if rank == 1 else torch.ones(3)
         result = calls.broadcast(special, 1).wait()
         assert str(result.tolist()) == "[-0.0, nan, inf]"
+        turned = torch.full((2,), 1j * (rank + 1)).conj()
+        assert calls.broadcast(turned, 1).wait().tolist() == [-2j, -2j]
         large = torch.full((PIECE_BYTES // 4 + 5,), float(rank))
         assert (calls.broadcast(large, 2).wait() == 2.0).all()
         assert calls.broadcast(torch.tensor(float(rank)), 1).wait().item() == 1.0

@@ -281,6 +281,11 @@ def test_a_program_without_a_cluster_is_the_only_worker(framework: Any) -> None:
             assert (framework.rank(), framework.size(), framework.local_rank(), framework.local_size()) == (0, 1, 0, 1)
             reduce = framework.allreduce if framework is hvd else framework.push_pull
             assert reduce(torch.ones(2), name="x").tolist() == [1.0, 1.0]
+            if framework is hvd:
+                assert hvd.join() == 0
+                assert hvd.allgather(torch.ones(2)).tolist() == [1.0, 1.0]
+                assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+                hvd.barrier()
             torch.testing.assert_close(torch.tensor(trained(framework)), torch.tensor(alone()), rtol=0, atol=1e-6)
         finally:
             framework.shutdown()

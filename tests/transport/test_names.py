@@ -9,8 +9,10 @@ import threading
 from typing import Any
 
 import pytest
+import zmq
 
-from kvd.core.machine import SCHEDULER
+from kvd.core.machine import SCHEDULER, ServerPeer
+from kvd.protocol.messages import PathKind
 from kvd.transport.probe import Outcome, try_handshake
 from kvd.transport.reaching import (
     UnknownNameError,
@@ -20,7 +22,9 @@ from kvd.transport.reaching import (
     with_zone,
     zone_of,
 )
+from tests.transport.host_harness import run
 from tests.transport.names_harness import Names
+from tests.transport.tcp_harness import tcp_node
 from tests.transport.test_curve import nodes, until
 
 NAME = "host.example"
@@ -83,6 +87,74 @@ def test_the_first_address_that_accepts_is_taken(names: Names) -> None:
         connect_to_any(NAME, port, 10.0)
     names.known[NAME] = ["127.0.0.3"]
     assert number_that_accepts(NAME, port, 10.0) == "127.0.0.3"  # there is no other
+
+
+def test_a_number_that_is_known_to_accept_is_not_asked_again(names: Names) -> None:
+    """At the other end such a connection would count as one that proves no key."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        names.known[NAME] = ["127.0.0.2", "127.0.0.1"]
+        assert number_that_accepts(NAME, port, 10.0, known="127.0.0.1") == "127.0.0.1"
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        assert number_that_accepts(NAME, port, 10.0, known="127.0.0.9") == "127.0.0.1"  # the name has moved
+        server.accept()[0].close()
+
+
+def test_a_name_is_looked_up_again_if_no_thread_starts_or_libzmq_refuses_the_number(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, connect = threading.Thread.start, zmq.Socket.connect
+    failures = {"thread": 2, "connect": 2}
+
+    def start_later(thread: threading.Thread) -> None:
+        if thread.name == "kvd-look-up" and failures["thread"]:
+            failures["thread"] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def connect_later(self: zmq.Socket[bytes], address: str) -> Any:
+        if address.startswith("tcp:") and failures["connect"]:
+            failures["connect"] -= 1
+            raise zmq.ZMQError(zmq.EINVAL)
+        return connect(self, address)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    monkeypatch.setattr(zmq.Socket, "connect", connect_later)
+
+    async def main() -> None:
+        async with nodes(None, None) as (server, client):
+            port = server.transport.listen("tcp://127.0.0.1:0").rpartition(":")[2]
+            names.known[NAME] = ["127.0.0.1"]
+            client.transport.connect(SCHEDULER, f"tcp://{NAME}:{port}")
+
+            def arrives() -> bool:
+                client.transport.send(SCHEDULER, b"hello", [])
+                return bool(server.received)
+
+            await until(arrives)
+
+    asyncio.run(main())
+    assert failures == {"thread": 0, "connect": 0}
+
+
+def test_a_link_leads_to_the_address_of_a_name_where_the_server_has_answered(names: Names) -> None:
+    names.known[NAME] = ["127.0.0.3", "127.0.0.1"]  # nothing listens at the first one
+
+    async def main() -> None:
+        client, server, incarnation = tcp_node(), tcp_node(), ServerPeer(1)
+        try:
+            port = server.transport.listen("tcp://127.0.0.1:0").rpartition(":")[2]
+            server.transport.listen_links(incarnation)
+            client.transport.connect(incarnation, f"tcp://{NAME}:{port}")
+            await client.decided()
+            assert client.transport.paths()[incarnation] == (PathKind.SEALED_TCP, "")
+        finally:
+            client.close()
+            server.close()
+
+    run(main)
 
 
 def test_an_address_of_a_family_that_the_kernel_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def test_records_larger_than_their_frame_and_shared_memory_are_refused() -> None
         (link,) = client.transport.reader.links
         writer = link._out._writer
         assert isinstance(writer, sealed_stream.SealedWriter)
-        writer.write(bytes(300_000), None, False)
+        writer.write(bytes(300_000), None)
         await eventually(lambda: server.garbage)
         assert "goes beyond its frame" in server.garbage[0]
 

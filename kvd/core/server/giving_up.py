@@ -59,7 +59,7 @@ class GivingUp:
             group.is_gone = True
             group.tasks = []
             if group.is_quiescent:
-                self._effects.emit(forget_state(group.slices))
+                self._forget(group)
             else:
                 self._ending.append(group)
         self._log("warning", f"does not lead partition {partition} any more")
@@ -104,7 +104,11 @@ class GivingUp:
         """A job, or a record, has come to its end: the bytes of a group that was given up may be needed no more."""
         for group in [group for group in self._ending if group.is_quiescent]:
             self._ending.remove(group)
-            self._effects.emit(forget_state(group.slices))
+            self._forget(group)
+
+    def _forget(self, group: FusedGroup) -> None:
+        group.drop_values()
+        self._effects.emit(forget_state(group.slices))
 
     def is_ending(self, partition: int) -> bool:
         """Whether a job is at work on slices of this partition, which this server does not lead any more."""

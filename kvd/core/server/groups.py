@@ -147,6 +147,12 @@ class FusedGroup:
         self.layout = tuple([Extent(entry.key, entry.index, entry.offset, entry.nbytes) for entry in slices])
         self.nbytes = offset
 
+    def drop_values(self) -> None:
+        """Drop all bytes: its slices are gone, and nothing is at work on them."""
+        self.log.drop_values()
+        for slice_ in self.slices:
+            slice_.encoded.clear()
+
     def commit(self, buffer: Buffer | ScatterList, encoded: EncodedValue | None = None) -> Record:
         """The closed round is a version: its bytes, and what they were decoded from, if that is so."""
         record = self.log.commit(buffer)

@@ -138,10 +138,18 @@ class KeyTable:
         slice_ = self.slices[key, index]
         if len(slice_.group.slices) > 1:
             self.part(slice_.group)
-        slice_.group.is_gone = True
-        del self.groups[slice_.group.number]
+        group = slice_.group
+        group.is_gone = True
+        if group.is_quiescent:
+            group.drop_values()
+        del self.groups[group.number]
         del self.slices[key, index]
         self._uncount(slice_)
+
+    def drop_values(self) -> None:
+        """Drop the bytes of all slices: nobody uses this table any more."""
+        for group in self.groups.values():
+            group.drop_values()
 
     def remove(self, key: str) -> list[FusedGroup]:
         """Removes a key, whose groups are quiescent. Returns the groups that it had: some may wait for them."""

@@ -326,6 +326,7 @@ class ServerMachine:
             giving_up,
             checks,
         )
+        self._replicas = replicas
         self._timed = _Timed(readings, captures, pushes.late, replication)
         self.fast = Fast(lane, express)
         self._validated = (
@@ -441,6 +442,15 @@ class ServerMachine:
         if replication.is_on:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
+
+    def drop_values(self) -> None:
+        """Drop the bytes of all slices: the run is given up, and this machine takes no further step.
+
+        The machine is full of cycles, which the interpreter collects by the number of objects, not by their bytes.
+        """
+        self.table.drop_values()
+        self._replicas.drop_values()
+        self._timed.captures.give_up()
 
     def next_deadline(self) -> float | None:
         due = self._session.next_deadline()

@@ -189,11 +189,17 @@ class Replicas:
         if not self._is_quiescent(partition, held):
             return False
         del self._held[partition]
+        held.table.drop_values()
         if held.table.slices:
             self._effects.emit(forget_state(held.table.slices.values()))
         if held.rows:
             self._effects.emit(ForgetState(tuple(held.rows)))
         return True
+
+    def drop_values(self) -> None:
+        """Drop all bytes that are held: the run is given up."""
+        for held in self._held.values():
+            held.table.drop_values()
 
     # ── the view ──
 

@@ -135,6 +135,12 @@ class SliceLog:
         for progress in self.progress.values():
             progress.kept = None
 
+    def drop_values(self) -> None:
+        """Drop all bytes: the slice is gone. The log itself stays until the interpreter collects cycles of objects."""
+        self.current = self.previous = self.closing = None
+        self._staging.clear()
+        self.forget_kept()
+
     # ── staging ──
 
     def status_of(self, rank: int, clock: int) -> PushStatus:

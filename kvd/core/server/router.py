@@ -229,7 +229,9 @@ class ServerRouter:
             self._given_up.popitem(last=False)
         self._phases.pop(run, None)
         self._deadlines.pop(run, None)
-        if self._machines.pop(run, None) is not None:
+        machine = self._machines.pop(run, None)
+        if machine is not None:
+            machine.drop_values()
             self._memory.release(run)
             self._out += [DropRun(run), *self._connections.leave(run)]
             self._out.append(LogEntry("info", f"the values of job {job!r}, run {run:x}, are given up"))

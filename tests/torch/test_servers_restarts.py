@@ -1,0 +1,84 @@
+"""`where="servers"`: a worker that is killed and started again continues with its step and the rates of that step."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvd
+import kvd.torch as kt
+from kvd.errors import NotResumed
+from kvd.testing.cluster import LocalCluster, wait_until
+
+STEPS, DEATH = 12, 7
+X = torch.randn(STEPS, 2, 4, 5, generator=torch.Generator().manual_seed(3))
+MODEL = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
+RATES = [0.1, 0.05, 0.1, 0.01] * 3  # the rate of the step in which the worker dies is the first one again
+
+
+def wrap(kv: kvd.KVStore, where: Any) -> tuple[nn.Module, kt.DistributedOptimizer]:
+    model = copy.deepcopy(MODEL)
+    plain = torch.optim.SGD(model.parameters(), RATES[0], momentum=0.9)
+    return model, kt.DistributedOptimizer(plain, model.named_parameters(), where=where, op="mean", store=kv)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = RATES[number]
+    loss: Any = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_restarted_worker_ends_with_the_weights_of_an_undisturbed_run(dead: int) -> None:
+    made: list[list[int]] = [[], []]
+
+    def program(cluster: LocalCluster, rank: int, until: int) -> tuple[kvd.KVStore, list[torch.Tensor]]:
+        kv = cluster.store(node_id=f"worker-{rank}", preferred_rank=rank)
+        model, optimizer = wrap(kv, "servers")
+        for number in optimizer.steps(STEPS):
+            if number == until:
+                kv.__exit__(RuntimeError, None, None)  # as a program that has failed
+                break
+            step(model, optimizer, number, X[number][rank])
+            made[rank].append(number)
+        return kv, [value.detach() for value in model.parameters()]
+
+    with LocalCluster(2, 1, on_worker_loss="wait") as cluster, ThreadPoolExecutor(2) as threads:
+        other = threads.submit(program, cluster, 1 - dead, STEPS)
+        threads.submit(program, cluster, dead, DEATH).result()
+        restarted, mine = threads.submit(program, cluster, dead, STEPS).result()
+        assert restarted.restarted
+        _, theirs = other.result()
+    assert made[1 - dead] == list(range(STEPS))
+    assert made[dead] == [*range(DEATH), *range(DEATH - 1, STEPS)]
+    whole = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(whole.parameters(), RATES[0], momentum=0.9)
+    for number in range(STEPS):
+        step(whole, optimizer, number, X[number].reshape(8, 5))
+    for first, second, expected in zip(mine, theirs, whole.parameters(), strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected, rtol=0, atol=1e-6)
+
+
+def test_a_restarted_worker_with_an_optimizer_of_its_own_is_told_that_it_cannot_continue() -> None:
+    with LocalCluster(1, 1, on_worker_loss="wait") as cluster:
+        kv = cluster.store(node_id="worker-0")
+        model, optimizer = wrap(kv, "workers")
+        for number in optimizer.steps(STEPS):
+            step(model, optimizer, number, X[number][0])
+            if number == DEATH:
+                break
+        kv.__exit__(RuntimeError, None, None)
+        kv = wait_until(lambda: cluster.store(node_id="worker-0"), "the worker is back")
+        model, optimizer = wrap(kv, "workers")
+        assert all(map(torch.equal, model.parameters(), MODEL.parameters())), "keys hold gradients, no weights"
+        with pytest.raises(NotResumed, match="in the memory of the workers"):
+            next(iter(optimizer.steps(STEPS)))
