@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import kvd
 import kvd.torch as kt
-from kvd.errors import NotResumed
+from kvd.errors import StateLost
 from kvd.testing.cluster import LocalCluster, wait_until
 
 STEPS, DEATH = 12, 7
@@ -59,16 +60,12 @@ def test_a_restarted_worker_ends_with_the_weights_of_an_undisturbed_run(dead: in
         _, theirs = other.result()
     assert made[1 - dead] == list(range(STEPS))
     assert made[dead] == [*range(DEATH), *range(DEATH - 1, STEPS)]
-    whole = copy.deepcopy(MODEL)
-    optimizer = torch.optim.SGD(whole.parameters(), RATES[0], momentum=0.9)
-    for number in range(STEPS):
-        step(whole, optimizer, number, X[number].reshape(8, 5))
-    for first, second, expected in zip(mine, theirs, whole.parameters(), strict=True):
+    for first, second, expected in zip(mine, theirs, _in_one_process(), strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, expected, rtol=0, atol=1e-6)
 
 
-def test_a_restarted_worker_with_an_optimizer_of_its_own_is_told_that_it_cannot_continue() -> None:
+def test_a_lone_worker_with_an_optimizer_of_its_own_cannot_continue_after_a_restart() -> None:
     with LocalCluster(1, 1, on_worker_loss="wait") as cluster:
         kv = cluster.store(node_id="worker-0")
         model, optimizer = wrap(kv, "workers")
@@ -80,5 +77,43 @@ def test_a_restarted_worker_with_an_optimizer_of_its_own_is_told_that_it_cannot_
         kv = wait_until(lambda: cluster.store(node_id="worker-0"), "the worker is back")
         model, optimizer = wrap(kv, "workers")
         assert all(map(torch.equal, model.parameters(), MODEL.parameters())), "keys hold gradients, no weights"
-        with pytest.raises(NotResumed, match="in the memory of the workers"):
+        with pytest.raises(StateLost, match="no living worker has the weights"):
             next(iter(optimizer.steps(STEPS)))
+
+
+@pytest.mark.parametrize("how", ["call", "setting"])
+def test_a_training_continues_from_a_snapshot(how: str, tmp_path: Path) -> None:
+    """The momentum and the rates are those of the step."""
+    folder = tmp_path / "snapshots"
+    settings: dict[str, Any] = {"snapshot_dir": str(folder), "snapshot_every": 6, "restore": "auto"}
+    if how == "call":
+        settings = {}
+        folder.mkdir()
+
+    def program(kv: kvd.KVStore, until: int) -> list[torch.Tensor]:
+        if how == "call":
+            kv.restore(folder / "six", missing_ok=True)
+        model, optimizer = wrap(kv, "servers")
+        for number in optimizer.steps(STEPS):
+            if number == 6 and how == "call" and until < STEPS:
+                kv.snapshot(folder / "six")
+            if number == until:
+                raise RuntimeError("the end of this run")
+            step(model, optimizer, number, X[number][kv.rank])
+        return [value.detach() for value in model.parameters()]
+
+    with LocalCluster(2, 1, **settings) as cluster, pytest.raises(RuntimeError, match="the end of this run"):
+        cluster.run(lambda kv: program(kv, 7))
+    with LocalCluster(2, 2, **settings) as cluster:
+        mine, theirs = cluster.run(lambda kv: program(kv, STEPS))
+    for first, second, expected in zip(mine, theirs, _in_one_process(), strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected, rtol=0, atol=1e-6)
+
+
+def _in_one_process() -> list[torch.Tensor]:
+    whole = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(whole.parameters(), RATES[0], momentum=0.9)
+    for number in range(STEPS):
+        step(whole, optimizer, number, X[number].reshape(8, 5))
+    return [value.detach() for value in whole.parameters()]
