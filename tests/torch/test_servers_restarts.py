@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,33 @@ def _in_one_process() -> list[torch.Tensor]:
     for number in range(STEPS):
         step(whole, optimizer, number, X[number].reshape(8, 5))
     return [value.detach() for value in whole.parameters()]
+
+
+def test_a_worker_that_joins_takes_part_from_a_later_step_on() -> None:
+    """It has the weights of the others at the end, and its gradients have counted."""
+    begun = threading.Event()
+    made: list[int] = []
+
+    def program(kv: kvd.KVStore, is_late: bool) -> list[torch.Tensor]:
+        model, optimizer = wrap(kv, "servers")
+        if is_late:
+            begun.set()
+        for number in optimizer.steps(STEPS):
+            if is_late:
+                made.append(number)
+            if number == 5:
+                assert begun.wait(60)
+                wait_until(lambda: kv.num_workers == 3, "the new worker takes part")
+            step(model, optimizer, number, X[number][min(kv.rank, 1)])
+        return [value.detach() for value in model.parameters()]
+
+    with LocalCluster(2, 1, max_workers=3) as cluster, ThreadPoolExecutor(3) as threads:
+        early = [threads.submit(program, kv, False) for kv in cluster.open_stores()]
+        late = threads.submit(lambda: program(cluster.store(), True))
+        first, second, third = [future.result() for future in [*early, late]]
+    assert made == list(range(made[0], STEPS))
+    assert made[0] >= 5
+    for mine, other, newest, alone in zip(first, second, third, _in_one_process(), strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(mine, newest)
+        assert not torch.allclose(mine, alone, rtol=0, atol=1e-6)
