@@ -14,7 +14,7 @@ import pytest
 
 import kvd
 from kvd.client.facades.blocking import healing_of
-from kvd.errors import Deadlock, NotAllowed, StateLost
+from kvd.errors import Deadlock, NotAllowed, RequestTimeout, StateLost
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from tests.client import healing_program as program
 from tests.faults.programs import finish
@@ -94,8 +94,11 @@ class Number:
         self.values = np.full(1 + more, value)
         self._name = name
         self.givers: list[str] = []
+        self.is_broken = False
 
     def layout(self) -> bytes:
+        if self.is_broken:
+            raise OSError("unreadable")
         return self._name.encode()
 
     def nbytes(self) -> int:
@@ -187,6 +190,39 @@ def test_another_model_gets_an_error_and_the_others_wait_for_the_right_one() -> 
         assert (given.values[0], right.values[0], right.values[-1]) == (7.0 + 4 * 3.0, 7.0 + 4 * 3.0, 7.0)
         with pytest.raises(NotAllowed, match="passes on the state of one optimizer"):
             healing_of(zero).hold(Number(0.0))
+
+
+def test_a_state_that_cannot_be_read_is_an_error_of_its_owner_who_may_give_it_later() -> None:
+    with LocalCluster(2, 1, **SETTINGS) as cluster, ThreadPoolExecutor(2) as pool:
+        stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
+        owned, taken = Number(5.0), Number(0.0)
+
+        def dies_in_step_1(kv: kvd.KVStore) -> None:
+            for step in trains(kv, Number(0.0), 3):
+                if step == 1:
+                    break
+            dies(kv)
+
+        def gives(kv: kvd.KVStore) -> list[str]:
+            loop = trains(kv, owned, 3)
+            assert [next(loop), next(loop)] == [0, 1]
+            owned.is_broken = True
+            with pytest.raises(OSError, match="unreadable"):
+                next(loop)
+            assert not taken.givers
+            owned.is_broken = False
+            while not taken.givers:
+                with pytest.raises(RequestTimeout):
+                    kv.barrier("elsewhere", timeout=0.5)
+            return taken.givers
+
+        first = pool.submit(gives, stores[0])
+        pool.submit(dies_in_step_1, stores[1]).result(60)
+        again = cluster.store(node_id="worker-1", preferred_rank=1)
+        loop = trains(again, taken, 3)
+        assert next(loop) == 1
+        assert first.result(60) == ["worker 0"]
+        assert taken.values[0] == 5.0 + 3.0
 
 
 def test_a_state_is_given_in_any_wait() -> None:
