@@ -198,7 +198,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the parameters, as `torch.optim.Optimizer.zero_grad` does."""
+        """Forget the gradients of the parameters, as `torch.optim.Optimizer.zero_grad` does.
+
+        If ``backward()`` has failed, call this before the next one.
+
+        Raises:
+            NotAllowed: gradients were sent already, and cannot be taken back.
+        """
         self._mode.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:

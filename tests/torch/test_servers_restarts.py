@@ -148,3 +148,34 @@ def test_a_worker_that_joins_takes_part_from_a_later_step_on() -> None:
         assert torch.equal(mine, other)
         assert torch.equal(mine, newest)
         assert not torch.allclose(mine, alone, rtol=0, atol=1e-6)
+
+
+def test_another_worker_sends_the_rate_that_a_dead_one_did_not_send() -> None:
+    """The worker of the lowest rank dies in the step whose new rate it was to send, and the others go on without it."""
+    rates = [0.1, 0.1, 0.0, 0.0, 0.0]
+
+    def program(cluster: LocalCluster, rank: int) -> list[float]:
+        kv = cluster.store(node_id=f"worker-{rank}", preferred_rank=rank)
+        model, optimizer = wrap(kv, "servers")
+        weights: list[float] = []
+        for number in optimizer.steps(len(rates)):
+            if rank == 0 and rates[number] == 0.0:
+                kv.__exit__(RuntimeError, None, None)  # as a program that has failed
+                return weights
+            if number == 3:
+                wait_until(lambda: kv.ranks == (1,), "the worker knows that it is alone")
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = rates[number]
+            loss: Any = model(X[number][rank]).square().mean()
+            loss.backward()
+            optimizer.step()
+            weights.append(next(model.parameters())[0, 0].item())
+        kv.close()
+        return weights
+
+    settings: dict[str, Any] = {"worker_timeout_s": 8.0, "request_timeout_s": 60.0, "heartbeat_interval_s": 0.1}
+    with LocalCluster(2, 1, on_worker_loss="shrink", **settings) as cluster, ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(program, cluster, rank) for rank in range(2)]
+        assert len(futures[0].result()) == 2
+        weights = futures[1].result()
+    assert weights[2] == weights[3] == weights[4], "the rate of 0 has not come to the servers"
