@@ -97,7 +97,7 @@ def test_a_newcomer_takes_the_weights_of_the_last_outer_step() -> None:
         assert may_come.wait(WAIT_S)
         return harness.train(cluster.store(node_id="newcomer"), plan)
 
-    with LocalCluster(2, 2, max_workers=3, on_worker_loss="shrink") as cluster, ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, LocalCluster(2, 2, max_workers=3, on_worker_loss="shrink") as cluster:
         stores = cluster.open_stores()
 
         def wait_for_it(loop: int, step: int) -> None:
@@ -354,7 +354,7 @@ def test_another_model_or_another_interval_on_another_rank_is_refused_in_all() -
         model = torch.nn.Sequential(torch.nn.Linear(inputs, 5), torch.nn.Linear(5, 3))
         kt.LocalSGD(new_inner(model), model.named_parameters(), every=every, outer=outer, store=kv)
 
-    with LocalCluster(2, 1) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1) as cluster:
         stores = cluster.open_stores()
         for every, inputs, outer, text in (
             (50, 7, OUTER, r"worker 1 has '0.weight \(5, 7\) float32' where worker 0 has '0.weight \(5, 6\) float32'"),

@@ -53,7 +53,7 @@ def test_a_restarted_worker_ends_with_the_weights_of_an_undisturbed_run(dead: in
             made[rank].append(number)
         return kv, [value.detach() for value in model.parameters()]
 
-    with LocalCluster(2, 1, on_worker_loss="wait") as cluster, ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads, LocalCluster(2, 1, on_worker_loss="wait") as cluster:
         other = threads.submit(program, cluster, 1 - dead, STEPS)
         threads.submit(program, cluster, dead, DEATH).result()
         restarted, mine = threads.submit(program, cluster, dead, STEPS).result()
@@ -138,7 +138,7 @@ def test_a_worker_that_joins_takes_part_from_a_later_step_on() -> None:
             step(model, optimizer, number, X[number][min(kv.rank, 1)])
         return [value.detach() for value in model.parameters()]
 
-    with LocalCluster(2, 1, max_workers=3) as cluster, ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(3) as threads, LocalCluster(2, 1, max_workers=3) as cluster:
         early = [threads.submit(program, kv, False) for kv in cluster.open_stores()]
         late = threads.submit(lambda: program(cluster.store(), True))
         first, second, third = [future.result() for future in [*early, late]]
@@ -174,7 +174,7 @@ def test_another_worker_sends_the_rate_that_a_dead_one_did_not_send() -> None:
         return weights
 
     settings: dict[str, Any] = {"worker_timeout_s": 8.0, "request_timeout_s": 60.0, "heartbeat_interval_s": 0.1}
-    with LocalCluster(2, 1, on_worker_loss="shrink", **settings) as cluster, ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads, LocalCluster(2, 1, on_worker_loss="shrink", **settings) as cluster:
         futures = [threads.submit(program, cluster, rank) for rank in range(2)]
         assert len(futures[0].result()) == 2
         weights = futures[1].result()
