@@ -234,7 +234,7 @@ def test_the_next_backward_sends_nothing_of_one_that_failed(kv: kvd.KVStore, whe
         module = nn.ModuleDict({name: model()})
         optimizer = wrapped(module, kv, where, **options)
         layers: Any = module[name]
-        fail = _Fails.apply(X.clone().requires_grad_())  # type: ignore[no-untyped-call]
+        fail: Any = _Fails.apply(X.clone().requires_grad_())  # type: ignore[no-untyped-call]
         with pytest.raises(RuntimeError, match="on purpose"):
             layers[0](fail).sum().backward()
         return layers, optimizer
@@ -256,6 +256,16 @@ def test_the_next_backward_sends_nothing_of_one_that_failed(kv: kvd.KVStore, whe
     layers, optimizer = begin("sent", first_bucket_bytes=1, bucket_bytes=1)
     with refuses("did not end: .*sent already"):
         optimizer.zero_grad()
+
+
+def test_a_state_that_cannot_travel_is_refused_before_another_worker_needs_it(kv: kvd.KVStore) -> None:
+    module = model()
+    optimizer = wrapped(module, kv)
+    with refuses("object"):
+        for _ in optimizer.steps(2):
+            backward(module)
+            optimizer.step()
+            optimizer.state[module[0].weight]["hook"] = object()  # type: ignore[index]
 
 
 def test_servers_take_no_closure_and_no_state(kv: kvd.KVStore) -> None:
