@@ -138,7 +138,7 @@ class ServersMode:
         """Forget the gradients.
 
         Raises:
-            NotAllowed: they were sent already.
+            NotAllowed: they, or some of a backward that has failed, were sent already.
         """
         if self.passes.phase is Phase.SENT:
             raise NotAllowed(
@@ -146,9 +146,8 @@ class ServersMode:
                 "zero_grad(). If they come from the backward() of another optimizer's loss, as that of a generator, "
                 "put it into no_sync() of this optimizer"
             )
+        self.passes.forget()
         self._wrapped.zero_grad(set_to_none)
-        if self.passes.phase is Phase.IDLE:
-            self.passes.step_done()
 
     def end_step(self) -> None:
         """An iteration of `steps` is over.
