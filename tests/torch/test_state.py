@@ -11,8 +11,9 @@ from torch import nn
 import kvd
 import kvd.torch as kt
 from kvd.errors import NotAllowed
+from kvd.torch.buffers import ModuleBuffers
 from kvd.torch.parameters import parameters_of
-from kvd.torch.state import TrainingState, buffers_of
+from kvd.torch.state import TrainingState
 
 PART = 1000  # bytes that travel at a time
 
@@ -45,7 +46,7 @@ OPTIMIZERS: dict[str, Any] = {
 def made(module: Any, make: Any) -> tuple[torch.optim.Optimizer, TrainingState]:
     optimizer = make([value for value in module.parameters() if value.requires_grad])
     parameters = parameters_of(optimizer, module.named_parameters())
-    return optimizer, TrainingState(optimizer, [*parameters.trained, *parameters.frozen], buffers_of(module))
+    return optimizer, TrainingState(optimizer, [*parameters.trained, *parameters.frozen], ModuleBuffers(module))
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
