@@ -3,8 +3,8 @@
 Two workers and a server move the bytes of a step and do with them what cannot be left out: each worker sends 102 MB,
 the server adds both and sends each the sum, the workers copy it into arrays of theirs. For sealed links each byte is
 encrypted by its sender and decrypted by its receiver, with AES-256-GCM in records as large as those of kvd. There are
-no messages, keys or rounds: a blocking thread for each direction of each connection. With the same kernel, cipher and
-copies, kvd cannot take less.
+no messages, keys or rounds: a blocking thread for each direction of each connection, which wakes up as kvd's readers
+do. What kvd takes more than that goes to its messages, keys and rounds.
 
 Rounds of both kinds alternate. The time is that of workers and server, user and system, per GB that left or reached a
 worker, as in ``benchmarks.compare``. The step's own time says something on a quiet machine only.
@@ -33,6 +33,7 @@ from rich.console import Console
 from benchmarks.arguments import positive, some_of
 from benchmarks.report import print_table, time_text
 from kvd.transport.sealing import OVERHEAD_BYTES, RECORD_BYTES, SECRET_BYTES
+from kvd.transport.wake_ups import WakeUps
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -73,6 +74,7 @@ class Pipe:
         self._cipher = AESGCM(bytes(SECRET_BYTES)) if is_sealed else None
         self._record = np.empty(RECORD_BYTES + OVERHEAD_BYTES, np.uint8).data
         self._numbers = count()
+        self._wake_ups = WakeUps(connection)
 
     def send(self, data: Bytes) -> None:
         for part in _parts(data):
@@ -95,6 +97,7 @@ class Pipe:
 
     def _fill(self, memory: memoryview) -> None:
         while len(memory):
+            self._wake_ups.come_for(len(memory))
             arrived = self._socket.recv_into(memory)
             if not arrived:
                 raise ConnectionError("the other end is gone")

@@ -5,13 +5,13 @@ seed, the number of the step and its rank. ::
 
     python examples/gpt.py
     kvd launch -n 2 -s 2 --replicas 2 --restart 3 -- python examples/gpt.py --write 300
-    kvd launch -n 2 -s 1 -- python examples/gpt.py --where workers
+    kvd launch -n 2 -s 1 --restart 3 -- python examples/gpt.py --where workers
     kvd launch -n 3 -s 1 --restart 3 -- python examples/gpt.py --where local-sgd
 
-With ``--where servers`` the servers make the steps of AdamW: a job whose workers and servers are killed and restarted
-ends with the bits of an undisturbed one. With ``workers`` each worker has an AdamW, which gets the mean gradients of
-all; a worker that is restarted ends with NotResumed. With ``local-sgd`` each worker trains alone, and all exchange
-their weights once in 50 steps (DiLoCo); a worker that is restarted continues with the weights of the last exchange.
+With ``--where servers`` the servers make the steps of AdamW. With ``workers`` each worker has an AdamW, which gets the
+mean gradients of all. In both, a job whose workers and servers are killed and restarted ends with the bits of an
+undisturbed one. With ``local-sgd`` each worker trains alone, and all exchange their weights once in 50 steps (DiLoCo);
+a worker that is restarted continues with the weights of the last exchange.
 """
 
 from __future__ import annotations

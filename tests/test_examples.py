@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -123,8 +124,8 @@ def test_a_program_for_horovod_runs_with_one_import_changed() -> None:
     assert min(accuracies(together)) > 0.85
 
 
+@pytest.mark.skipif(find_spec("optax") is None, reason="JAX is not installed: pip install jax optax")
 def test_jax_digits_gives_the_same_alone_and_in_a_cluster() -> None:
-    pytest.importorskip("optax", reason="JAX and optax are not installed: pip install jax optax")
     alone = run("jax_digits.py", "--epochs", "3")
     together = run("jax_digits.py", "--epochs", "3", workers=2)
     assert set(together.values()) == set(alone.values())
@@ -201,34 +202,33 @@ def losses(text: str) -> float:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, *[pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3, 4)]])
-def test_gpt_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("where", "seed"),
+    [
+        ("servers", 1),
+        ("workers", 2),
+        *[pytest.param(where, seed, marks=pytest.mark.soak) for where in ("servers", "workers") for seed in (3, 4, 5)],
+    ],
+)
+def test_gpt_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(
+    tmp_path: Path, where: str, seed: int
+) -> None:
     chance = random.Random(seed)
     steps = sorted(chance.sample(range(2, 40), 2))
     (tmp_path / "victims").write_text(f"worker-{chance.randrange(2)} {steps[0]} {steps[1]}")
     (tmp_path / "sitecustomize.py").write_text(SABOTEUR)
+    options = (*SMALL_GPT, "--where", where)
     copies = ("--replicas", "2")
-    killed = run("gpt.py", *SMALL_GPT, workers=2, servers=2, hook=tmp_path, launch=copies)
+    killed = run("gpt.py", *options, workers=2, servers=2, hook=tmp_path, launch=copies)
     assert len(list(tmp_path.glob("worker-*"))) == 1
     assert (tmp_path / "server-died").exists()
-    undisturbed = run("gpt.py", *SMALL_GPT, workers=2, servers=2, launch=copies)
+    undisturbed = run("gpt.py", *options, workers=2, servers=2, launch=copies)
     assert len(set(undisturbed.values())) == 1
     assert killed == undisturbed
     assert losses(killed[0]) < 4  # that of even chances is 4.85
 
 
 @pytest.mark.timeout(300)
-def test_gpt_in_the_workers_learns_as_on_the_servers_though_a_worker_is_killed(tmp_path: Path) -> None:
-    alone = run("gpt.py", *SMALL_GPT, "--batch", "8")
-    together = run("gpt.py", *SMALL_GPT, "--where", "workers", workers=2)
-    assert len(set(together.values())) == 1
-    assert abs(losses(together[0]) - losses(alone[0])) < 0.2  # other batches
-    (tmp_path / "victims").write_text("worker-0 50 17")
-    (tmp_path / "sitecustomize.py").write_text(SABOTEUR)
-    assert run("gpt.py", *SMALL_GPT, "--where", "workers", workers=2, hook=tmp_path) == together
-    assert (tmp_path / "worker-0").exists()
-
-
 def test_gpt_with_rare_exchanges_goes_on_after_a_death_with_equal_weights(tmp_path: Path) -> None:
     chance = random.Random(5)
     (tmp_path / "victims").write_text(f"worker-1 50 {chance.randrange(12, 38)}")

@@ -25,6 +25,7 @@ import hashlib, json, os, runpy, signal, sys
 from pathlib import Path
 import numpy as np
 import kvd
+from kvd.client.cluster.values import ClusterValues
 
 program, victims, folder = sys.argv[1:4]
 sys.argv = [program, *sys.argv[4:]]
@@ -64,8 +65,23 @@ def closing(close):
     return replacement
 
 
+def dying_bound(push):
+    def replacement(values, bound, *arguments):
+        global pushes
+        pushes += 1
+        keys.update(bound.keys.names)
+        if dies and pushes == death:
+            if when == "during":
+                push(values, bound, *arguments)
+                os.sched_yield()
+            die()
+        return push(values, bound, *arguments)
+    return replacement
+
+
 for name in ("pushpull", "pushpull_async"):
     setattr(kvd.KVStore, name, dying(getattr(kvd.KVStore, name)))
+ClusterValues.pushpull_bound = dying_bound(ClusterValues.pushpull_bound)  # the calls of kvd.torch
 kvd.KVStore.close = closing(kvd.KVStore.close)
 runpy.run_path(program, run_name="__main__")
 """
@@ -74,7 +90,7 @@ runpy.run_path(program, run_name="__main__")
 def blocks() -> list[str]:
     """The whole programs among README's blocks of Python."""
     found = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    return [block for block in found if "kvd.create(" in block and "kv.steps(" in block]
+    return [block for block in found if "kvd.create(" in block and "steps(" in block]
 
 
 def run(folder: Path, program: Path, *arguments: str, deaths: Sequence[tuple[int, int, str]] = ()) -> set[str]:

@@ -28,7 +28,8 @@ def main(folder: Path) -> int:
     """Writes the pages into the folder, and the problems to stderr."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")  # such as a type in a signature that cannot be resolved
-        surface.stand_in_for("jax", "numpy")
+        surface.stand_in_for("jax", "numpy", "experimental")
+        surface.stand_in_for("optax")
         modules = surface.load()
         found = list(checks.problems(modules))
         write(modules, folder)

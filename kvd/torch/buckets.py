@@ -40,7 +40,9 @@ class Slot:
     """
 
     __slots__ = (
+        "_address",
         "_address_type",
+        "_memory",
         "bucket",
         "dtype",
         "gradient",
@@ -63,17 +65,21 @@ class Slot:
         self.is_ready = self.is_used = False
         self.gradient: torch.Tensor | None = None
         self._address_type: Any = ctypes.c_ubyte * self.nbytes
+        self._address = 0
+        self._memory = np.empty(0, np.uint8)
 
     def memory_of(self, tensor: torch.Tensor) -> Array | None:
         """Return the bytes of a tensor like the parameter, as uint8; None if they lie elsewhere or in another order.
 
         The array does not keep the memory alive.
         """
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if not tensor.is_cpu or not tensor.is_contiguous():
             return None
-        if not self.nbytes:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(self._address_type.from_address(tensor.data_ptr()), np.uint8)
+        address = tensor.data_ptr()
+        if address != self._address:
+            self._address = address
+            self._memory = np.frombuffer(self._address_type.from_address(address), np.uint8)
+        return self._memory
 
 
 class Bucket:

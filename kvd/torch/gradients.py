@@ -115,6 +115,7 @@ class GradientPasses:
         self._lock = threading.Lock()
         self._is_syncing = True
         self._pass = _NO_PASS  # of autograd, whose end is noticed
+        self._first_pass = _NO_PASS  # of autograd, in which this one began
         self._unready = 0  # gradients
         self._has_sent = False
         self._is_ended = True
@@ -144,6 +145,20 @@ class GradientPasses:
         """The gradients were used, or set to zero: those that come next belong to another step."""
         self.phase = Phase.IDLE
         self.has_local = False
+
+    def forget(self) -> None:
+        """Begin again: the program sets the gradients to zero.
+
+        Raises:
+            NotAllowed: a backward has failed that has sent gradients already.
+        """
+        if self.phase is Phase.OPEN and self._has_sent:
+            self.check_ended()
+        if self.phase is Phase.OPEN:
+            for slot in self.slots:
+                slot.gradient = None
+        if self.phase is not Phase.FAILED:
+            self.step_done()
 
     def check_ended(self) -> None:
         """Raise NotAllowed if a pass has begun and not ended, or has failed."""
@@ -182,6 +197,7 @@ class GradientPasses:
         """A pass of autograd has ended: the whole backward, or the part of it that a checkpoint makes again."""
         with self._lock:
             self._pass = _NO_PASS
+            self._check_began_here()
             if self.phase is Phase.OPEN and _current_node() is None:
                 self._fill_up()
             if self.phase is not Phase.SENT or self._is_ended:
@@ -204,6 +220,7 @@ class GradientPasses:
         self._on_begin()
         for bucket in self._buckets:
             bucket.restart()
+        self._first_pass = _current_pass()
         self._unready = len(self.slots)
         self.has_local = self._has_sent = self._is_ended = False
         self.phase = Phase.OPEN
@@ -245,6 +262,18 @@ class GradientPasses:
                 text = f"parameter {slot.name!r} needs no gradients any more, but did when its optimizer was wrapped"
                 raise NotAllowed(f"{text}: {WRAP_AGAIN}", key=slot.name)
             self._take(slot)
+
+    def _check_began_here(self) -> None:
+        """Raise NotAllowed if gradients of an earlier backward, which failed, are among those of this one."""
+        if _current_node() is not None or self._is_ended or self.phase not in (Phase.OPEN, Phase.SENT):
+            return
+        if _current_pass() > self._first_pass:  # what a checkpoint makes again has a higher number than its backward
+            self.phase = Phase.FAILED
+            raise NotAllowed(
+                "an earlier backward() has failed, and the gradients that it had computed were mixed with those of "
+                "this one: end this program. To leave out a batch whose backward() fails, call optimizer.zero_grad() "
+                "before the next one, which says whether gradients of it were sent already"
+            )
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:

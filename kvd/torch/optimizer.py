@@ -13,12 +13,12 @@ import torch
 from kvd.client.facades.blocking import KVStore, backend_of, create, healing_of
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, divide
-from kvd.torch.buffers import mean_of
+from kvd.torch.buffers import ModuleBuffers, mean_of
 from kvd.torch.gradients import GradientHook, GradientPasses, Sparse, uncompiled
 from kvd.torch.mapping import Hyperparameters, from_torch
 from kvd.torch.parameters import ModelParameters, Named, check_agreement, parameters_of
 from kvd.torch.servers import ServersMode
-from kvd.torch.state import TrainingState, buffers_of
+from kvd.torch.state import TrainingState
 from kvd.torch.workers import WorkersMode, optimizer_error
 from kvd.torch.wrapping import WrappedOptimizer, parameters_added
 
@@ -114,7 +114,8 @@ class DistributedOptimizer(WrappedOptimizer):
         backend = backend_of(self.store)
         _check_store(self.store, where)
         _check_free(self.store, parameters)
-        merged = mean_of(module) if module is not None and buffers == "mean" else None
+        of_module = None if module is None else ModuleBuffers(module)
+        merged = mean_of(of_module) if of_module is not None and buffers == "mean" else None
         options = f"where={where} op={op} bucket_bytes={bucket_bytes} first_bucket_bytes={first_bucket_bytes}"
         lines = [f"{options} buffers={buffers}", *parameters.lines(), *(() if merged is None else merged.lines())]
         check_agreement(backend.rounds, self.store.rank, lines)
@@ -153,7 +154,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._keys += [] if merged is None else merged.bucket.names
         self._state: TrainingState | None = None
         if where == "workers":
-            self._state = TrainingState(optimizer, named, {} if module is None else buffers_of(module))
+            self._state = TrainingState(optimizer, named, of_module)
 
     def _make_keys(self, parameters: ModelParameters, op: Op, also: tuple[str, int] | None) -> None:
         """Make a key per parameter, with the values of worker 0."""
@@ -198,7 +199,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the parameters, as `torch.optim.Optimizer.zero_grad` does."""
+        """Forget the gradients of the parameters, as `torch.optim.Optimizer.zero_grad` does.
+
+        If ``backward()`` has failed, call this before the next one.
+
+        Raises:
+            NotAllowed: gradients were sent already, and cannot be taken back.
+        """
         self._mode.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:

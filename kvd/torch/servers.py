@@ -16,9 +16,9 @@ from kvd.torch.buckets import Bucket, Slot
 from kvd.torch.gradients import GradientPasses, Phase
 from kvd.torch.mapping import Hyperparameters, changes_between
 
-_on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer, Optimizer]] = WeakKeyDictionary()
-"""For each store, the optimizer that was set, and the same with the hyperparameters that were sent last, by any worker.
-"""
+_on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer | None, Optimizer | None, int]] = WeakKeyDictionary()
+"""For each store, the optimizer that this process has set (None: none), the same with the hyperparameters that were
+sent last, by any worker (None: nobody here knows), and the rank of the worker that was to send them."""
 
 
 class ServersMode:
@@ -49,9 +49,7 @@ class ServersMode:
         self._parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
         self._hyperparameters = hyperparameters
         self._change: Handle | None = None  # of hyperparameters
-        if self._updates.last_set is None:
-            store.set_optimizer(hyperparameters.optimizer)
-        self._there()
+        self._make_current(backend_of(store).steps.restored_steps > 0)
         self._hooked_step = torch.optim.Optimizer.profile_hook_step(self._step)
         self.passes: GradientPasses
 
@@ -65,26 +63,40 @@ class ServersMode:
         mine, there = self._hyperparameters.optimizer, self._there()
         if mine == there:
             return
-        last_set = self._updates.last_set
-        assert last_set is not None
-        _on_servers[self._store] = last_set, mine
-        if self._store.rank == min(self._store.ranks):
+        lowest = min(self._store.ranks)
+        _on_servers[self._store] = self._updates.last_set, mine, lowest
+        if self._store.rank == lowest:
             self._change = self._updates.update_optimizer(changes_between(there, mine))
 
+    def _make_current(self, is_restored: bool) -> None:
+        """Set the optimizer, unless the store has one of its class, whose state is kept."""
+        mine = self._hyperparameters.optimizer
+        if self._updates.last_set is not None:
+            self._there()
+        elif is_restored and type(self._updates.current().wait()) is type(mine):
+            _on_servers[self._store] = None, None, 0
+        else:
+            self._store.set_optimizer(mine)
+
     def _there(self) -> Optimizer | None:
-        """The optimizer as the servers have it; None: only a predecessor of this worker knows. Raises NotAllowed if it
-        is of another class than this one."""
+        """The optimizer as the servers have it; None: this worker sends the hyperparameters from now on, and only its
+        predecessor, or the worker that sent them before, knows which ones have arrived.
+
+        Raises:
+            NotAllowed: it is of another class than this one.
+        """
         last_set, mine = self._updates.last_set, self._hyperparameters.optimizer
-        if type(last_set) is not type(mine):
+        if last_set is not None and type(last_set) is not type(mine):
             raise NotAllowed(
                 f"the servers have one optimizer for all keys of a store, which is {type(last_set).__name__}, so a "
                 f'{type(mine).__name__} cannot join it: use optimizers of one class, or where="workers" for all'
             )
-        assert last_set is not None
-        base, current = _on_servers.get(self._store, (None, None))
-        if base is last_set:
-            return current
-        return None if self._store.restarted and base is None else last_set
+        known = _on_servers.get(self._store)
+        if known is None or known[0] is not last_set:
+            return None if self._store.restarted and known is None else last_set
+        _, current, sender = known
+        is_successor = self._store.rank == min(self._store.ranks) != sender
+        return None if is_successor else current
 
     def before_first(self) -> None:
         """The first gradients are about to leave: the servers must have the hyperparameters for them."""

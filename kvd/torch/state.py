@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 import torch
 
 from kvd.errors import NotAllowed, ProtocolError
+from kvd.torch.buffers import ModuleBuffers
 from kvd.torch.objects import from_bytes, to_bytes
 from kvd.torch.parameters import Named
 
@@ -66,19 +67,20 @@ class TrainingState:
     Args:
         optimizer: the wrapped one.
         named: its parameters, and frozen ones, in the order of the model.
-        buffers: of the module, that are in its `state_dict`.
+        buffers: of the model; None: it is not known.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, named: Sequence[Named], buffers: Mapping[str, torch.Tensor]):
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Sequence[Named], buffers: ModuleBuffers | None):
         self._optimizer = optimizer
         self._named = list(named)
-        self._buffers = dict(buffers)
+        self._buffers = buffers
         self._kept: dict[str, Kept] = {}
         self._copies: list[torch.Tensor] = []  # of the buffers
+        self._is_checked = False  # the state that the optimizer makes in its first step can travel
         self._is_in_step = False  # the copies are what the buffers were before it
         self._pieces: list[_Piece] = []  # of the state that is being read or written
         self._later: list[tuple[Callable[[Any], Any], Any]] = []  # what is replaced at the end
-        for name, tensor in [*self._named, *self._buffers.items()]:
+        for name, tensor in [*self._named, *self._live_buffers().items()]:
             _flat(name, tensor)
 
     def keep(self, name: str, thing: object) -> None:
@@ -95,18 +97,30 @@ class TrainingState:
 
     def begin_step(self) -> None:
         """A step begins, whose forward pass changes the buffers."""
-        live = list(self._buffers.values())
+        live = list(self._live_buffers().values())
+        copies: Sequence[torch.Tensor | None] = self._copies or [None] * len(live)
         with torch.no_grad():
-            if not self._copies:
-                self._copies = [buffer.detach().clone() for buffer in live]
-            else:
-                for copy, buffer in zip(self._copies, live, strict=True):
-                    copy.copy_(buffer)
+            self._copies = [_copy_of(*pair) for pair in zip(live, copies, strict=True)]
         self._is_in_step = True
 
     def end_step(self) -> None:
-        """The step is over, and the buffers are those after it."""
+        """The step is over, and the buffers are those after it.
+
+        Raises:
+            NotAllowed: after the first step, the optimizer's state cannot travel.
+        """
         self._is_in_step = False
+        if not self._is_checked:
+            self._is_checked = True
+            self.layout()
+
+    def _live_buffers(self) -> dict[str, torch.Tensor]:
+        return {} if self._buffers is None else self._buffers.live()
+
+    def _buffers_of_step(self) -> dict[str, torch.Tensor]:
+        """The buffers as they were before the present step."""
+        live = self._live_buffers()
+        return dict(zip(live, self._copies, strict=True)) if self._is_in_step else live
 
     # ── read ──
 
@@ -117,7 +131,7 @@ class TrainingState:
         return to_bytes(
             {
                 "parameters": [[name, *_form(tensor)] for name, tensor in self._named],
-                "buffers": [[name, *_form(tensor)] for name, tensor in self._buffers.items()],
+                "buffers": [[name, *_form(tensor)] for name, tensor in self._buffers_of_step().items()],
                 "state": [
                     [
                         [key, (*_form(value), value.device.type == "cpu"), None]
@@ -127,6 +141,7 @@ class TrainingState:
                     ]
                     for entries in state
                 ],
+                "other": self._other_state(),
                 "groups": [_hyperparameters(group) for group in self._optimizer.param_groups],
                 "kept": {name: thing.get() for name, thing in self._kept.items()},
             }
@@ -140,9 +155,9 @@ class TrainingState:
         self._copy(offset, len(target), lambda piece, own, place: into[place].copy_(piece[own]))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, in the order in which they travel: the buffers as they were before the present step."""
+        """All tensors, in the order in which they travel."""
         yield from self._named
-        yield from zip(self._buffers, self._copies if self._is_in_step else self._buffers.values(), strict=True)
+        yield from self._buffers_of_step().items()
         for name, parameter in self._named:
             for key, value in sorted(self._state_of(parameter).items()):
                 if _is_tensor(value):
@@ -151,6 +166,16 @@ class TrainingState:
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: Any = self._optimizer.state
         return dict(state[parameter]) if parameter in state else {}
+
+    def _other_state(self) -> dict[Any, Any]:
+        """What some optimizers keep for all parameters together."""
+        return {key: value for key, value in self._optimizer.state.items() if not _is_tensor(key)}
+
+    def _replace_other_state(self, values: Mapping[Any, Any]) -> None:
+        own: Any = self._optimizer.state
+        for key in self._other_state():
+            del own[key]
+        own.update(values)
 
     def _copy(self, offset: int, nbytes: int, copy: Callable[[torch.Tensor, slice, slice], Any]) -> None:
         """Call `copy` for each tensor in a range of the bytes, with its part of the range, and where that is in it."""
@@ -167,11 +192,11 @@ class TrainingState:
         found = from_bytes(layout)
         try:
             parameters, buffers, state = found["parameters"], found["buffers"], found["state"]
-            groups, kept_states = found["groups"], found["kept"]
+            other, groups, kept_states = found["other"], found["groups"], found["kept"]
         except (TypeError, KeyError) as error:
             raise ProtocolError(f"the state of {donor} has a layout of another form") from error
         self._check_like("parameter", self._named, parameters, donor)
-        self._check_like("buffer", list(self._buffers.items()), buffers, donor)
+        self._check_like("buffer", list(self._live_buffers().items()), buffers, donor)
         self._check_groups(groups, donor)
         if sorted(kept_states) != sorted(self._kept):
             raise NotAllowed(
@@ -182,7 +207,8 @@ class TrainingState:
         self._is_in_step = False
         self._pieces = _pieces_of(list(self._tensors()))
         own = zip(self._optimizer.param_groups, groups, strict=True)
-        self._later = [(partial(_replace, group), values) for group, values in own]
+        self._later = [(self._replace_other_state, other)]
+        self._later += [(partial(_replace, group), values) for group, values in own]
         self._later += [(self._kept[name].put, value) for name, value in kept_states.items()]
         return self.nbytes()
 
@@ -237,11 +263,11 @@ class TrainingState:
                 own.pop(parameter, None)
 
 
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a module that are in its `state_dict`, each once, by name."""
-    saved = set(module.state_dict(keep_vars=True))
-    found = {name: buffer for name, buffer in module.named_buffers() if name in saved}
-    return {name.replace("_orig_mod.", ""): buffer for name, buffer in found.items()}
+def _copy_of(buffer: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy of a buffer, in the memory of an earlier one if it has room."""
+    if copy is None or (copy.dtype, copy.shape) != (buffer.dtype, buffer.shape):
+        return buffer.detach().clone()
+    return copy.copy_(buffer)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kvd.client.calls.backend import Updates
 from kvd.errors import NotAllowed
 from kvd.torch.buckets import Bucket, Slot
 from kvd.torch.buffers import BufferMeans
-from kvd.torch.gradients import GradientPasses, Phase
+from kvd.torch.gradients import GradientPasses
 
 
 class WorkersMode:
@@ -100,10 +100,13 @@ class WorkersMode:
         return result
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Forget the gradients."""
+        """Forget the gradients.
+
+        Raises:
+            NotAllowed: a backward has failed that has sent gradients already.
+        """
+        self.passes.forget()
         self._wrapped.zero_grad(set_to_none)
-        if self.passes.phase in (Phase.IDLE, Phase.SENT):
-            self.passes.step_done()
 
     def end_step(self) -> None:
         """An iteration of `steps` is over."""

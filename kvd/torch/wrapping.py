@@ -35,7 +35,7 @@ class WrappedOptimizer(ProcessBound, torch.optim.Optimizer):
         # The base class would make parameter groups, state and hooks of its own.
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise NotAllowed(f"a torch optimizer is wanted, such as torch.optim.AdamW(…), not {optimizer!r:.80}")
-        if isinstance(optimizer, WrappedOptimizer):
+        if isinstance(optimizer, ProcessBound):
             raise NotAllowed(f"a {type(optimizer).__name__} is wrapped already: pass the torch optimizer inside it")
         self._wrapped = optimizer
 

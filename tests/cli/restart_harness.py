@@ -31,8 +31,9 @@ def holding(method):
     return call
 if folder and os.environ.get("KVD_ROLE") == "worker" and not os.path.exists(held):
     import kvd
-    for name in ("push", "pushpull"):
-        setattr(kvd.KVStore, name, holding(getattr(kvd.KVStore, name)))
+    from kvd.client.cluster.values import ClusterValues
+    for cls, name in ((kvd.KVStore, "push"), (kvd.KVStore, "pushpull"), (ClusterValues, "pushpull_bound")):
+        setattr(cls, name, holding(getattr(cls, name)))
 '''
 
 

@@ -135,7 +135,7 @@ def test_a_terminal_shows_a_status_that_vanishes(cluster: LocalCluster, spawn: S
 
 
 def test_a_barrier_that_takes_long_says_so(spawn: Spawn) -> None:
-    with LocalCluster(2, 1, run="") as cluster, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, LocalCluster(2, 1, run="") as cluster:
         process = spawn("barrier", "epoch", "-S", cluster.address)
         assert process.stderr is not None
         assert process.stderr.readline().startswith("waiting at barrier 'epoch' for all other workers, for up to 60 s")

@@ -260,7 +260,7 @@ def test_whatever_the_machine_does_meanwhile_the_answer_is_taken(taken: Taken, m
 
 def test_ctrl_c_gives_the_array_back(taken: Taken) -> None:
     """The other worker has yet to push. What was pushed counts with the value that it had."""
-    with LocalCluster(2, 1, lanes="auto") as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, lanes="auto") as cluster:
         one, other = pool.map(lambda _: cluster.store(), range(2))
         value, out = np.ones(4, np.float32), np.empty(4, np.float32)
         made = pool.submit(other.init, "w", value)
@@ -324,7 +324,7 @@ def begun_alone(cluster: LocalCluster, pool: ThreadPoolExecutor, value: Any) -> 
 
 
 def test_the_end_of_the_store_ends_the_call(taken: Taken) -> None:
-    with LocalCluster(2, 1, lanes="auto") as cluster, ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, LocalCluster(2, 1, lanes="auto") as cluster:
         value = np.ones(4, np.float32)
         one, waiting = begun_alone(cluster, pool, value)
         engine_of(one).stop()

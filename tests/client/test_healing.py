@@ -14,7 +14,7 @@ import pytest
 
 import kvd
 from kvd.client.facades.blocking import healing_of
-from kvd.errors import Deadlock, NotAllowed, StateLost
+from kvd.errors import Deadlock, NotAllowed, RequestTimeout, StateLost
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from tests.client import healing_program as program
 from tests.faults.programs import finish
@@ -94,8 +94,11 @@ class Number:
         self.values = np.full(1 + more, value)
         self._name = name
         self.givers: list[str] = []
+        self.is_broken = False
 
     def layout(self) -> bytes:
+        if self.is_broken:
+            raise OSError("unreadable")
         return self._name.encode()
 
     def nbytes(self) -> int:
@@ -135,7 +138,7 @@ def dies(kv: kvd.KVStore) -> None:
 
 
 def test_a_state_is_lost_when_nobody_has_it_and_all_are_told() -> None:
-    with LocalCluster(2, 1, **SETTINGS) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **SETTINGS) as cluster:
 
         def lives(number: int) -> int:
             kv = cluster.store(node_id=f"worker-{number}", preferred_rank=number)
@@ -160,7 +163,7 @@ def test_a_state_is_lost_when_nobody_has_it_and_all_are_told() -> None:
 
 
 def test_another_model_gets_an_error_and_the_others_wait_for_the_right_one() -> None:
-    with LocalCluster(2, 1, **SETTINGS) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **SETTINGS) as cluster:
         zero, one = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
         given, taken = Number(7.0, more=3_000_000), Number(0.0, more=3_000_000)  # 24 MB: several parts
 
@@ -189,8 +192,41 @@ def test_another_model_gets_an_error_and_the_others_wait_for_the_right_one() -> 
             healing_of(zero).hold(Number(0.0))
 
 
+def test_a_state_that_cannot_be_read_is_an_error_of_its_owner_who_may_give_it_later() -> None:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **SETTINGS) as cluster:
+        stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
+        owned, taken = Number(5.0), Number(0.0)
+
+        def dies_in_step_1(kv: kvd.KVStore) -> None:
+            for step in trains(kv, Number(0.0), 3):
+                if step == 1:
+                    break
+            dies(kv)
+
+        def gives(kv: kvd.KVStore) -> list[str]:
+            loop = trains(kv, owned, 3)
+            assert [next(loop), next(loop)] == [0, 1]
+            owned.is_broken = True
+            with pytest.raises(OSError, match="unreadable"):
+                next(loop)
+            assert not taken.givers
+            owned.is_broken = False
+            while not taken.givers:
+                with pytest.raises(RequestTimeout):
+                    kv.barrier("elsewhere", timeout=0.5)
+            return taken.givers
+
+        first = pool.submit(gives, stores[0])
+        pool.submit(dies_in_step_1, stores[1]).result(60)
+        again = cluster.store(node_id="worker-1", preferred_rank=1)
+        loop = trains(again, taken, 3)
+        assert next(loop) == 1
+        assert first.result(60) == ["worker 0"]
+        assert taken.values[0] == 5.0 + 3.0
+
+
 def test_a_state_is_given_in_any_wait() -> None:
-    with LocalCluster(2, 1, **SETTINGS) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **SETTINGS) as cluster:
         zero, one = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
 
         def meets(kv: kvd.KVStore) -> float:
@@ -211,7 +247,7 @@ def test_a_state_is_given_in_any_wait() -> None:
 
 def test_a_deadlock_is_found_though_states_are_offered() -> None:
     settings = {**SETTINGS, "notice_s": 0.5, "round_timeout_s": 300.0}
-    with LocalCluster(2, 1, **settings) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **settings) as cluster:
 
         def run(rank: int) -> Deadlock:
             kv = cluster.store(node_id=f"worker-{rank}", preferred_rank=rank)
@@ -275,7 +311,7 @@ def test_a_worker_that_joins_gets_the_state_of_the_step_that_it_comes_into() -> 
         return steps
 
     settings = {**SETTINGS, "max_workers": 2, "merge": "mean"}
-    with LocalCluster(1, 1, **settings) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(1, 1, **settings) as cluster:
         states = [Number(3.0), Number(0.0)]
         first = pool.submit(makes, cluster.store(node_id="first"), states[0])
         second = cluster.store(node_id="second")
@@ -306,7 +342,7 @@ def test_a_late_worker_that_comes_back_has_no_stale_state() -> None:
         return steps
 
     settings = {**SETTINGS, "quorum": 2, "quorum_grace_s": 0.5, "merge": "mean"}
-    with LocalCluster(3, 1, **settings) as cluster, ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, LocalCluster(3, 1, **settings) as cluster:
         stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(3)])
         states = [Number(float(number)) for number in range(3)]
         made = list(pool.map(makes, stores, states))

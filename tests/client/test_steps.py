@@ -161,7 +161,7 @@ async def test_the_async_iterator(kind: str) -> None:
 
 def test_no_key_runs_more_than_one_step_ahead_of_the_slowest() -> None:
     """Worker 0 pushes ten steps without waiting; worker 1 pushes "a" alone, so the rounds of "b" stay open."""
-    with LocalCluster(2, 1) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1) as cluster:
         zero, one = pool.map(lambda number: cluster.store(node_id=f"worker-{number}"), range(2))
         for future in [pool.submit(kv.init, ["a", "b"], [np.zeros(4, np.float32)] * 2) for kv in (zero, one)]:
             future.result()

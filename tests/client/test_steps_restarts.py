@@ -130,7 +130,7 @@ def test_a_restarted_worker_goes_on_by_itself_and_ends_with_the_same_bits(point:
 
 def test_a_worker_that_dies_again_and_again_ends_with_the_same_bits() -> None:
     deaths = ["1.0 half", "1.0 half", "1.2 before", "between", "2.0 after", "2.2 after", "2.2 after"]
-    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
         begun = [pool.submit(cluster.store, "dist_sync", node_id=f"worker-{number}") for number in range(2)]
         numbers = {future.result().rank: number for number, future in enumerate(begun)}
         stores = {future.result().rank: future.result() for future in begun}
@@ -456,7 +456,7 @@ def test_an_event_loop_gets_the_same_error() -> None:
 
 def test_a_worker_that_takes_the_rank_of_one_that_left_begins_its_loops_anew() -> None:
     """Asynchronous, so that the worker that stays, and keeps the run alive, need not push."""
-    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
         kv, other = pool.map(lambda number: cluster.store("dist_async", node_id=f"worker-{number}"), range(2))
         list(pool.map(lambda store: store.init(["a", "b"], [np.zeros(4, np.float32)] * 2), (kv, other)))
         for _ in range(2):

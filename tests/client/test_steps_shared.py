@@ -165,7 +165,7 @@ def test_what_takes_all_workers_is_refused_in_a_shared_step() -> None:
 
 
 def test_workers_that_share_other_numbers_of_steps_are_told() -> None:
-    with LocalCluster(2, 1) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1) as cluster:
         stores = list(pool.map(lambda number: cluster.store("dist_async", node_id=f"worker-{number}"), range(2)))
         list(pool.map(prepare, stores))
         assert next(iter(stores[0].steps(9, shared=True))) == 0

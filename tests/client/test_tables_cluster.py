@@ -375,7 +375,7 @@ def test_a_restarted_worker_goes_on_and_all_end_with_the_same_bits(rank: int, po
             raise Killed
 
     expected = trained_here(kvd.optimizer.Adagrad(0.1), 4)
-    with LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, LocalCluster(2, 2, **SLOW_TO_JUDGE) as cluster:
         stores = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in (0, 1)])
         other = pool.submit(training, stores[1 - rank], lambda seen: None)
         with pytest.raises(Killed):

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvd.config import systemd_environment, terminal_colour
+from kvd.config import local_world_size, systemd_environment, terminal_colour
 
 
 def test_systemd_environment() -> None:
@@ -43,3 +43,8 @@ def test_terminal_colour() -> None:
     assert not terminal_colour({}, file)
     terminal.close()
     assert not terminal_colour({}, terminal)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("4", 4), ("", 1), ("many", 1), ("0", 1), ("-2", 1), (None, 1)])
+def test_the_workers_on_this_host_are_those_that_the_launcher_counts(value: str | None, expected: int) -> None:
+    assert local_world_size({} if value is None else {"LOCAL_WORLD_SIZE": value}) == expected

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ import pytest
 from kvd.config import child_environment
 from tests.docs.sources_harness import ROOT
 
-pytest.importorskip("jax", reason="JAX is not installed: pip install jax optax")
-pytest.importorskip("optax", reason="optax is not installed: pip install jax optax")
+pytestmark = pytest.mark.skipif(find_spec("optax") is None, reason="JAX is not installed: pip install jax optax")
 
 PAGE = (ROOT / "docs" / "jax.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

@@ -267,7 +267,7 @@ with kvd.create("dist_sync") as kv:
 
 
 def test_workers_train_as_one_process_with_the_whole_batch() -> None:
-    with LocalCluster(2, 2, processes=True) as cluster:
+    with LocalCluster(2, 1) as cluster:
         workers = [cluster.script(JOB, number, str(cluster.folder)) for number in range(2)]
         for worker in workers:
             output, _ = worker.communicate(timeout=100)

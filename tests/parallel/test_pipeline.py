@@ -97,7 +97,7 @@ def test_a_worker_that_joins_later_binds_a_group_with_the_optimizer_of_the_other
         group.bind_to(kv, optimizer=RULE, update=update)
         return group
 
-    with LocalCluster(WORKERS, 2, max_workers=WORKERS + 1) as cluster, ThreadPoolExecutor(WORKERS) as threads:
+    with ThreadPoolExecutor(WORKERS) as threads, LocalCluster(WORKERS, 2, max_workers=WORKERS + 1) as cluster:
         first, other = cluster.open_stores()
         mine, theirs = threads.map(bound, (first, other))
         list(threads.map(step, (mine, theirs), (0, 0), (slice(SIZE), slice(SIZE, None))))

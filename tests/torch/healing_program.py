@@ -31,11 +31,36 @@ AT_RANDOM = "random"  # in place of deaths, with a seed: a worker, or two, are k
 KILL_EVERY_S = (0.3, 2.5)
 
 
+class Centred(nn.Module):
+    """Subtracts a running mean, a buffer that each forward pass replaces by another tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)
+        return x - self.mean
+
+
+class AdamWithCount(torch.optim.AdamW):
+    """Keeps a count for all parameters together, and steps by it."""
+
+    def step(self, closure: Any = None) -> Any:
+        count = self.state.setdefault("count", {"steps": 0})  # type: ignore[call-overload]
+        count["steps"] += 1
+        for group in self.param_groups:
+            group["weight_decay"] = 0.01 * count["steps"]
+        return super().step(closure)
+
+
 def make_model() -> Any:
     return nn.Sequential(
         nn.Linear(8, 32, bias=False),  # a bias before BatchNorm has gradients of rounding errors
         nn.BatchNorm1d(32),
         nn.ReLU(),
+        Centred(32),
         nn.Dropout(0.2),
         nn.Linear(32, 32, bias=False),
         nn.Tanh(),
@@ -90,7 +115,7 @@ def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None
         torch.manual_seed(7)
         model = make_model()
     optimizer = kt.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), 1e-2, amsgrad=True),
+        AdamWithCount(model.parameters(), 1e-2, amsgrad=True),
         model.named_parameters(),
         where="workers",
         op="mean",

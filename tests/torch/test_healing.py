@@ -51,7 +51,7 @@ def in_one_process() -> list[Any]:
     torch.manual_seed(7)
     models = [program.make_model()]
     models += [copy.deepcopy(models[0]) for _ in range(program.WORKERS - 1)]
-    optimizer = torch.optim.AdamW(models[0].parameters(), 1e-2, amsgrad=True)
+    optimizer = program.AdamWithCount(models[0].parameters(), 1e-2, amsgrad=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
     for step in range(TOTAL):
         for rank, model in enumerate(models):

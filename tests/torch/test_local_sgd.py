@@ -24,7 +24,7 @@ from tests.torch.local_sgd_harness import NAMES, Plan, Weights, gradients, new_i
 
 OUTER = kvd.optimizer.SGD(0.7, momentum=0.9, nesterov=True)
 WAIT_S = 60.0
-TIMEOUT_S = 110
+TIMEOUT_S = 280
 
 
 def assert_close(weights: Weights, expected: Weights) -> None:
@@ -67,6 +67,7 @@ def test_an_asynchronous_worker_alone_makes_the_same_steps() -> None:
     assert_close(weights, simulate(plan, 1))
 
 
+@pytest.mark.timeout(TIMEOUT_S + 20)  # four processes import torch
 def test_a_restarted_worker_begins_its_round_again_with_the_weights_of_the_last_outer_step(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "kvd_cli.main", "launch", "-n", "2", "-s", "1", "--restart", "1", "--"]
     environment = child_environment({"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"})
@@ -96,7 +97,7 @@ def test_a_newcomer_takes_the_weights_of_the_last_outer_step() -> None:
         assert may_come.wait(WAIT_S)
         return harness.train(cluster.store(node_id="newcomer"), plan)
 
-    with LocalCluster(2, 2, max_workers=3, on_worker_loss="shrink") as cluster, ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, LocalCluster(2, 2, max_workers=3, on_worker_loss="shrink") as cluster:
         stores = cluster.open_stores()
 
         def wait_for_it(loop: int, step: int) -> None:
@@ -288,7 +289,12 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         frozen = new_model(0).requires_grad_(False)
         refused("no parameter needs gradients", optimizer=new_inner(frozen), named=frozen.named_parameters())
         optimizer = kt.LocalSGD(inner, model.named_parameters(), outer=OUTER, store=kv)
-        refused("wrapped already", optimizer=optimizer)
+        refused("a LocalSGD is wrapped already", optimizer=optimizer)
+        with kvd.create("local") as other:
+            distributed = kt.DistributedOptimizer(
+                new_inner(model), model.named_parameters(), where="servers", op="mean", store=other
+            )
+            refused("a DistributedOptimizer is wrapped already", optimizer=distributed)
         refused("this store has a LocalSGD already")
         with pytest.raises(NotAllowed, match="number of steps"):
             optimizer.steps(-1)
@@ -348,7 +354,7 @@ def test_another_model_or_another_interval_on_another_rank_is_refused_in_all() -
         model = torch.nn.Sequential(torch.nn.Linear(inputs, 5), torch.nn.Linear(5, 3))
         kt.LocalSGD(new_inner(model), model.named_parameters(), every=every, outer=outer, store=kv)
 
-    with LocalCluster(2, 1) as cluster, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1) as cluster:
         stores = cluster.open_stores()
         for every, inputs, outer, text in (
             (50, 7, OUTER, r"worker 1 has '0.weight \(5, 7\) float32' where worker 0 has '0.weight \(5, 6\) float32'"),

@@ -214,6 +214,60 @@ def test_a_backward_that_fails(kv: kvd.KVStore) -> None:
         backward(module)
 
 
+class _Fails(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("where", ["servers", "workers"])
+def test_the_next_backward_sends_nothing_of_one_that_failed(kv: kvd.KVStore, where: str) -> None:
+    """The two use different layers, so that no parameter has two gradients."""
+
+    def begin(name: str, **options: Any) -> tuple[Any, kt.DistributedOptimizer]:
+        module = nn.ModuleDict({name: model()})
+        optimizer = wrapped(module, kv, where, **options)
+        layers: Any = module[name]
+        fail: Any = _Fails.apply(X.clone().requires_grad_())  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            layers[0](fail).sum().backward()
+        return layers, optimizer
+
+    layers, optimizer = begin("forgotten")
+    optimizer.zero_grad()
+    before = copy.deepcopy(layers)
+    layers[2](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(layers[2].bias, before[2].bias - 0.1 * 2)  # the gradient counts the two rows
+    assert torch.equal(layers[0].weight, before[0].weight)
+    layers, optimizer = begin("kept")
+    for parameter in layers.parameters():
+        parameter.grad = None
+    with refuses("an earlier backward.. has failed"):
+        layers[2](torch.ones(2, 4)).sum().backward()
+    with refuses("has failed"):
+        optimizer.step()
+    layers, optimizer = begin("sent", first_bucket_bytes=1, bucket_bytes=1)
+    with refuses("did not end: .*sent already"):
+        optimizer.zero_grad()
+
+
+def test_a_state_that_cannot_travel_is_refused_before_another_worker_needs_it(kv: kvd.KVStore) -> None:
+    module = model()
+    optimizer = wrapped(module, kv)
+    with refuses("object"):
+        for _ in optimizer.steps(2):
+            backward(module)
+            optimizer.step()
+            optimizer.state[module[0].weight]["hook"] = object()  # type: ignore[index]
+
+
 def test_servers_take_no_closure_and_no_state(kv: kvd.KVStore) -> None:
     module = model()
     optimizer = wrapped(module, kv, "servers")

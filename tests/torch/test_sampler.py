@@ -238,7 +238,7 @@ def test_a_worker_that_joins_has_a_share_of_later_steps() -> None:
         kv.close()
         return made
 
-    with LocalCluster(2, 1, max_workers=3) as cluster, ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, LocalCluster(2, 1, max_workers=3) as cluster:
         stores = cluster.open_stores("dist_sync")
         others = [pool.submit(train, store, False) for store in stores]
         assert is_under_way.wait(60)

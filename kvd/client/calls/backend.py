@@ -262,6 +262,9 @@ class Updates(Protocol):
     def last_set(self) -> Optimizer | None:
         """The optimizer that this process has set last; None: it has set none."""
 
+    def current(self) -> Handle:
+        """Gives the optimizer that updates the values, with the latest changes; None: there is none."""
+
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle: ...
     def set_gradient_compression(self, params: object) -> Handle: ...
     def set_updater(self, updater: Updater | None) -> None: ...

@@ -211,14 +211,21 @@ class ClusterStates:
 
     def _give(self, told: GiveState) -> None:
         assert self._holder is not None
-        reader = _Reader(self._engine, self._holder)
-        carry_out(self._engine, give(told, self._home, reader.size, reader.read))
+        try:
+            reader = _Reader(self._engine, self._holder)
+            carry_out(self._engine, give(told, self._home, reader.size, reader.read))
+        except BaseException:
+            self._offer_nothing()  # others may have the state, too
+            raise
 
     def _withdraw(self) -> None:
         if self._offer is not None:
             self._offer = None
-            with suppress(KvdError):  # the store is being closed
-                self._engine.submit(offer_of(NO_STATE, self._home), self._engine.config.round_timeout_s)
+            self._offer_nothing()
+
+    def _offer_nothing(self) -> None:
+        with suppress(KvdError):  # the store is being closed
+            self._engine.submit(offer_of(NO_STATE, self._home), self._engine.config.round_timeout_s)
 
     @property
     def _home(self) -> int:

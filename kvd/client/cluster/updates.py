@@ -35,6 +35,9 @@ class ClusterUpdates:
     def last_set(self) -> Optimizer | None:
         return self._set[0] if self._set else None
 
+    def current(self) -> Handle:
+        return Handle(self._engine.run(fetch_optimizer(self._engine)), what="the optimizer of the servers")
+
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         known = checks.known_optimizer(optimizer)
         message = SetOptimizer(0, None if known is None else to_wire(known))

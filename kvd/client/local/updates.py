@@ -107,6 +107,9 @@ class LocalUpdates:
     def last_set(self) -> Optimizer | None:
         return self._optimizer
 
+    def current(self) -> Handle:
+        return self._keys.answered(lambda: self._optimizer)
+
     def set_optimizer(self, optimizer: Optimizer | None) -> Handle:
         self._keys.check_open()
         optimizer = checks.known_optimizer(optimizer)
