@@ -7,6 +7,7 @@ import asyncio
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -624,6 +625,25 @@ def test_a_signal_of_a_child_wakes_no_wait_of_its_parent() -> None:
 def test_there_is_one_state_of_handlers() -> None:
     assert isinstance(signals, HeldSignals)
     assert not signals.is_held
+
+
+def test_a_finalizer_that_runs_while_the_interpreter_exits() -> None:
+    """An error in a loop over steps may keep the loop until the modules have lost their globals."""
+    program = (
+        "import sys\n"
+        "from kvd.client.calls.held_signals import uninterrupted\n"
+        "class Loop:\n"
+        "    def __init__(self, write):\n"
+        "        self.write = write\n"
+        "    @uninterrupted\n"
+        "    def close(self):\n"
+        "        self.write('closed')\n"
+        "    def __del__(self):\n"
+        "        self.close()\n"
+        "sys.kept = [Loop(sys.stdout.write), *sys.modules.values()]\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert (ended.stdout, ended.stderr) == ("closed", "")
 
 
 def test_what_a_library_in_c_has_installed_stays(tmp_path: Path) -> None:

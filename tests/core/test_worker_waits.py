@@ -178,6 +178,18 @@ def test_an_init_of_another_rank_waits_for_rank_0() -> None:
     assert worker.error(call).waiting_for == ("worker 0",)
 
 
+def test_a_notice_names_the_process_that_ended_once() -> None:
+    worker = WaitingWorker()
+    worker.ended = "its process 4242 ended"
+    worker.pushpull()
+    worker.hold()
+    worker.wait(11)
+    assert worker.logged == [
+        "pushpull of 'w' (push 1) has waited 10 s for worker 1 (node worker-1, host b, pid 4242): its process 4242 "
+        "ended, has not pushed 'w' yet"
+    ]
+
+
 def test_a_broadcast_of_another_rank_waits_for_rank_0() -> None:
     worker = WaitingWorker(rank=1)
     call = worker.call(requests.DescribeKey("new", wait=True))
@@ -197,7 +209,7 @@ def test_a_deletion_waits_for_the_worker_that_has_not_deleted_the_key() -> None:
     worker.wait(ANSWER_S + 1)
     assert worker.is_open(call)
     assert worker.logged[0].startswith("delete of 'w' has waited 10 s for worker 1 (")
-    assert worker.logged[0].endswith("has not deleted 'w' (1 more calls wait, too)")
+    assert worker.logged[0].endswith("has not deleted 'w' (1 more call waits, too)")
     worker.wait(ROUND_S)
     for error in (worker.error(call), worker.error(later)):
         assert error.waiting_for == ("worker 1",)

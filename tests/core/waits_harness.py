@@ -36,6 +36,7 @@ class WaitingWorker:
         self.census = CensusTaken(False, 0, ())
         self.reports: list[WaitReport] = []
         self.queries = 0
+        self.ended = ""  # how the process of every other node ended
         self.logged: list[str] = []
 
     # ── calls ──
@@ -105,7 +106,7 @@ class WaitingWorker:
     def _answer_one(self, peer: Any, question: Any) -> None:
         if isinstance(question, WaitReport):
             self.reports.append(question)
-            facts = tuple(NodeFact(role, rank, "b", 4242, 0.4, "") for role, rank in question.nodes)
+            facts = tuple(NodeFact(role, rank, "b", 4242, 0.4, self.ended) for role, rank in question.nodes)
             self.harness.say(peer, WaitNews(question.request, facts, self.barriers))
         else:
             self.queries += 1

@@ -20,6 +20,7 @@ One thing is beyond reach: Python discards what is raised in finalizers and in c
 from __future__ import annotations
 
 import _signal as signal_module  # `signal` converts to enums around its functions, which takes longer than the calls
+import atexit
 import ctypes
 import functools
 import inspect
@@ -96,12 +97,12 @@ class HeldSignals:
     """The Python signal handlers of this process. There is one, as the handlers belong to the process: `signals`.
 
     Attributes:
-        main: the thread on which handlers run.
+        main: the thread on which handlers run; None once the interpreter exits.
         is_held: whether a section is open: noted signals wait for its end, or for its next wait.
     """
 
     def __init__(self) -> None:
-        self.main = threading.main_thread().ident
+        self.main: int | None = threading.main_thread().ident
         self.is_held = False
         self._noted: dict[int, FrameType | None] = {}  # by number, in the order of arrival
         self._caught: list[int] = []  # the signals with Python handlers when the latest section began
@@ -230,6 +231,10 @@ class HeldSignals:
 
         signal_module.signal = signal
 
+    def stop(self) -> None:
+        """Open no more sections: the interpreter exits, and clears the globals that `hold` and `release` need."""
+        self.main = None
+
     # ── waits, on any thread ──
 
     def begin_wait(self, wake: Callable[[], object]) -> Interrupt:
@@ -275,13 +280,18 @@ class HeldSignals:
 signals = HeldSignals()
 signals.watch()
 os.register_at_fork(after_in_child=signals.forked)
+atexit.register(signals.stop)  # it runs after the handlers of the modules that import this one, which close stores
 
 
 # ── decorators of public calls ──
 
 
 def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A function that is a section. Of a coroutine function or a generator function, each step is one."""
+    """A function that is a section. Of a coroutine function or a generator function, each step is one.
+
+    Finalizers call it while the interpreter exits, so sections of functions refer to no globals.
+    """
+    get_ident, held, raised_by_handler = threading.get_ident, signals, HandlerRaised
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -299,15 +309,15 @@ def uninterrupted(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
     @functools.wraps(function)
     def whole(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if threading.get_ident() != signals.main or signals.is_held:
+        if get_ident() != held.main or held.is_held:
             return function(*args, **kwargs)
         try:
-            signals.hold()
+            held.hold()
             return function(*args, **kwargs)
-        except HandlerRaised as raised:
+        except raised_by_handler as raised:
             error = raised.error
         finally:
-            signals.release()
+            held.release()
         try:
             raise error  # here, since an exception raised in an `except` block gets a context
         finally:

@@ -142,7 +142,7 @@ class Explainer:
             return f"{who}: {in_words(member.state)}{reason}"
         known = self._holds.fact(role, rank)
         if known is not None and known.fact.ended:
-            return f"{who}: its process ended ({known.fact.ended})"
+            return f"{who}: {known.fact.ended}"
         quiet = next((entry.age_s for entry in self._session.quiet if (entry.role, entry.rank) == (role, rank)), None)
         if quiet is not None:
             return f"{who}: silent for {_seconds(quiet)} s"

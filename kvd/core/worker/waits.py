@@ -162,7 +162,8 @@ class Waits:
             watched = self._watch_of(call)
             self._watched[call.number] = watched._replace(notice_at=now + (now - call.begun))
         text = self._explainer.notice(due[0], self._blockers().of(due[0]), now)
-        more = f" ({len(due) - 1} more calls wait, too)" if len(due) > 1 else ""
+        others = len(due) - 1
+        more = "" if not others else f" ({others} more {'call waits' if others == 1 else 'calls wait'}, too)"
         self._emit(LogEntry("warning", text + more))
         self._last_notice = now
 
