@@ -122,7 +122,7 @@ def _in_one_process() -> list[torch.Tensor]:
 
 def test_a_worker_that_joins_takes_part_from_a_later_step_on() -> None:
     """It has the weights of the others at the end, and its gradients have counted."""
-    begun = threading.Event()
+    at_step_5, begun = threading.Event(), threading.Event()
     made: list[int] = []
 
     def program(kv: kvd.KVStore, is_late: bool) -> list[torch.Tensor]:
@@ -133,6 +133,7 @@ def test_a_worker_that_joins_takes_part_from_a_later_step_on() -> None:
             if is_late:
                 made.append(number)
             if number == 5:
+                at_step_5.set()
                 assert begun.wait(60)
                 wait_until(lambda: kv.num_workers == 3, "the new worker takes part")
             step(model, optimizer, number, X[number][min(kv.rank, 1)])
@@ -140,6 +141,7 @@ def test_a_worker_that_joins_takes_part_from_a_later_step_on() -> None:
 
     with ThreadPoolExecutor(3) as threads, LocalCluster(2, 1, max_workers=3) as cluster:
         early = [threads.submit(program, kv, False) for kv in cluster.open_stores()]
+        assert at_step_5.wait(60)
         late = threads.submit(lambda: program(cluster.store(), True))
         first, second, third = [future.result() for future in [*early, late]]
     assert made == list(range(made[0], STEPS))
