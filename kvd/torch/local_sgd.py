@@ -18,7 +18,7 @@ from kvd.errors import KeyExists, NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.optimizer.fields import number
 from kvd.torch.parameters import Named, check_agreement, parameters_of
-from kvd.torch.wrapping import WrappedOptimizer, parameters_added
+from kvd.torch.wrapping import WrappedOptimizer
 
 OPTIONS_KEY = "kvd.torch/local_sgd"
 """The key with `every`, the number of fragments, and the delay: workers that join later compare them with their own."""
@@ -201,7 +201,6 @@ class LocalSGD(WrappedOptimizer):
         if not 0 <= self._local_share <= 1:
             raise NotAllowed(f"local_share is a number from 0 to 1, not {local_share!r}")
         self._parameters = parameters_of(optimizer, named_parameters)
-        self._num_parameters = _count(optimizer)
         self._fragments = _divided(self._parameters.trained, whole("fragments", fragments, 1), self.every)
         self._store = create("dist_sync") if store is None else store
         self._round = _Round(self.every)
@@ -356,8 +355,7 @@ class LocalSGD(WrappedOptimizer):
     def _begin(self, fragment: _Fragment) -> None:
         """Begin the exchange of a fragment."""
         self._finish(fragment, self._local_share)
-        if _count(self._wrapped) != self._num_parameters:
-            raise parameters_added()
+        self.check_parameters()
         fragment.check_unchanged()
         fragment.exchange = self._store.pushpull_async(fragment.names, fragment.differences(), out=fragment.anchors)
         fragment.wait = self._delay
@@ -368,10 +366,6 @@ class LocalSGD(WrappedOptimizer):
             fragment.exchange.wait()
             fragment.exchange = None
             fragment.adopt_anchors(local_share)
-
-
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 def _divided(named: Sequence[Named], count: int, every: int) -> list[_Fragment]:

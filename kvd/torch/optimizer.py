@@ -20,7 +20,7 @@ from kvd.torch.parameters import ModelParameters, Named, check_agreement, parame
 from kvd.torch.servers import ServersMode
 from kvd.torch.state import TrainingState
 from kvd.torch.workers import WorkersMode, optimizer_error
-from kvd.torch.wrapping import WrappedOptimizer, parameters_added
+from kvd.torch.wrapping import WrappedOptimizer
 
 Where: TypeAlias = Literal["servers", "workers"]
 Op: TypeAlias = Literal["mean", "sum"]
@@ -109,7 +109,6 @@ class DistributedOptimizer(WrappedOptimizer):
         if where == "servers":
             from_torch(optimizer, named)  # raises if it has made steps
             hyperparameters = Hyperparameters(optimizer, named)
-        self._num_parameters = _count(optimizer)
         self.store = create("dist_sync") if store is None else store
         backend = backend_of(self.store)
         _check_store(self.store, where)
@@ -173,8 +172,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.store.pull([name for name, _ in named], out=[parameter.detach() for _, parameter in named])
 
     def _begin(self) -> None:
-        if _count(self._wrapped) != self._num_parameters:
-            raise parameters_added()
+        self.check_parameters()
         self._mode.begin()
 
     # ── what a training loop calls ──
@@ -297,10 +295,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         known = " or ".join(repr(choice) for choice in choices)
         raise NotAllowed(f"{name} is {known}, not {value!r:.40}")
-
-
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 def _check_module(module: object, where: Where, buffers: Buffers) -> None:

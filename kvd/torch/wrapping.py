@@ -38,6 +38,7 @@ class WrappedOptimizer(ProcessBound, torch.optim.Optimizer):
         if isinstance(optimizer, ProcessBound):
             raise NotAllowed(f"a {type(optimizer).__name__} is wrapped already: pass the torch optimizer inside it")
         self._wrapped = optimizer
+        self._num_parameters = self._count()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_wrapped":  # not set yet
@@ -65,7 +66,15 @@ class WrappedOptimizer(ProcessBound, torch.optim.Optimizer):
         Raises:
             NotAllowed: always.
         """
-        raise parameters_added()
+        raise _parameters_added()
+
+    def check_parameters(self) -> None:
+        """Raise NotAllowed if the wrapped optimizer has got parameters since it was wrapped."""
+        if self._count() != self._num_parameters:
+            raise _parameters_added()
+
+    def _count(self) -> int:
+        return sum([len(group["params"]) for group in self._wrapped.param_groups])
 
     def step_wrapped(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step of the wrapped optimizer, and return what it returns."""
@@ -85,6 +94,6 @@ class WrappedOptimizer(ProcessBound, torch.optim.Optimizer):
                 delattr(self._wrapped, name)
 
 
-def parameters_added() -> NotAllowed:
+def _parameters_added() -> NotAllowed:
     """The error for parameters that come after the optimizer was wrapped."""
     return NotAllowed("parameters cannot be added to an optimizer that is wrapped: add them first, then wrap it")
