@@ -20,11 +20,33 @@ CORE: Final = ("tests/core", "tests/protocol")
 
 REPEATED: Final = tuple(
     f"tests/client/test_{name}.py"
-    for name in (
-        "aio broadcast cast cluster compression copy_false delay_compensation delete elastic exchange handles "
-        "large_lists merge_per_key optimizer refused_pushes repeated_keys rounds row_gradients staleness steps_shared "
-        "tables_cluster values waits weighted whole_keys"
-    ).split()
+    for name in [
+        "aio",
+        "broadcast",
+        "cast",
+        "cluster",
+        "compression",
+        "copy_false",
+        "delay_compensation",
+        "delete",
+        "elastic",
+        "exchange",
+        "handles",
+        "large_lists",
+        "merge_per_key",
+        "optimizer",
+        "refused_pushes",
+        "repeated_keys",
+        "rounds",
+        "row_gradients",
+        "staleness",
+        "steps_shared",
+        "tables_cluster",
+        "values",
+        "waits",
+        "weighted",
+        "whole_keys",
+    ]
 )
 """Tests of operations that a cluster repeats, where the lanes apply. They return the same without. The target
 `test-without-lanes` of the Makefile runs all tests with clusters so."""
