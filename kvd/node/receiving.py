@@ -30,8 +30,8 @@ class MessageReceiver:
     `kvd.node.threads`).
 
     Attributes:
-        take_push: takes a push with a payload that may be held for its round: its peer, header, decoded header, payload
-            and principal; or returns False. None: they are messages like any other.
+        take_push: takes a push with a payload: its peer, header, decoded header, payload and principal; or returns
+            False. None: they are messages like any other.
     """
 
     def __init__(self, stepper: Stepper, sender: MessageSender) -> None:

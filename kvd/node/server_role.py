@@ -27,6 +27,7 @@ from kvd.node.jobs import JobRunner
 from kvd.node.keyring import Keyring
 from kvd.node.listening import LOOK_UP_EVERY_S, listen_address, when_known
 from kvd.node.memory import keep_freed_memory
+from kvd.node.push_frames import SmallPushes
 from kvd.node.scheduler_search import (
     HandshakeWatch,
     KeyWait,
@@ -37,7 +38,6 @@ from kvd.node.scheduler_search import (
     problem_of,
     remedy,
 )
-from kvd.node.server_express import ServerExpress
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
@@ -136,9 +136,7 @@ class ServerRole:
             "" if self._curve is None else self._curve.announced,
         )
         self._session = SchedulerSession(identity, self._wanted(), config.scheduler, config.heartbeat_interval_s)
-        settings = ServerSettings(
-            config.memory_bound_bytes(), config.on_worker_loss == "fail", lanes=config.lanes == "auto"
-        )
+        settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
         machine = ServerRouter(settings, self._session, config.scheduler, config.heartbeat_interval_s)
@@ -152,10 +150,16 @@ class ServerRole:
             holding=transport.holding,
         )
         driver = self._driver
-        express = ServerExpress(
-            machine, transport, driver.stepper, driver.sender, driver.background.runner, driver.receiver.receive
+        pushes = SmallPushes(
+            machine,
+            transport,
+            driver.stepper,
+            driver.sender,
+            driver.background.runner,
+            driver.carry_out,
+            driver.receiver.receive,
         )
-        driver.receiver.take_push = express.take
+        driver.receiver.take_push = pushes.take
         return self._driver
 
     def _wanted(self) -> Settings:

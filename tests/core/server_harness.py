@@ -46,7 +46,6 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from kvd.testing.express import ServerSteps
 from tests.core.fake_tables import next_version, packed_ids, rows_at
 from tests.core.fakes import (
     NodePeer,
@@ -71,7 +70,11 @@ JOBS = (Create, Apply, ReadRows, ListRows, KeepRows, Export, Checksums, Load, Ru
 
 
 class Harness:
-    """Jobs run at once; with `hold` they stay in `jobs` until `finish`."""
+    """Jobs run at once; with `hold` they stay in `jobs` until `finish`.
+
+    Args:
+        keeps_verdicts: otherwise each push is admitted as if it were the first.
+    """
 
     def __init__(
         self,
@@ -82,13 +85,12 @@ class Harness:
         attach: bool = True,
         workers: int = 2,
         small: int = -1,
-        lanes: bool = True,
-        express: bool = False,
+        keeps_verdicts: bool = True,
     ) -> None:
-        self._express = ServerSteps() if express else None
+        self._keeps_verdicts = keeps_verdicts
         self.settings = settings or cluster(workers)
         self.memory = ServerMemory(memory)
-        told = ServerSettings(memory, fail, small_push_bytes=small, lanes=lanes)
+        told = ServerSettings(memory, fail, small_push_bytes=small)
         self.machine = ServerMachine(told, session("server", 0), self.memory)
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0
@@ -108,9 +110,9 @@ class Harness:
 
     def step(self, event: Any, now: float | None = None) -> list[Effect]:
         at = self.now if now is None else now
-        effects = None if self._express is None else self._express.step(self.machine, event, at)
-        if effects is None:
-            effects = self.machine.step(event, at)
+        if not self._keeps_verdicts:
+            self.machine.regime.change()
+        effects = self.machine.step(event, at)
         if self._validates:
             self.machine.validate()
         jobs = [effect for effect in effects if isinstance(effect, JOBS)]

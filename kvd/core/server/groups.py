@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, EncodedValue, Extent, ForgetState, ResetState, ScatterList, Span
+from kvd.core.machine import Buffer, EncodedValue, Extent, ForgetState, Peer, ResetState, ScatterList, Span
 from kvd.core.server.pending import Pending
 from kvd.core.server.rounds import Record, SliceLog
 from kvd.optimizer import Optimizer, with_hyperparameters
@@ -27,6 +27,22 @@ class Waiting(NamedTuple):
     rank: int
     clock: int
     slice: Slice | None  # that it is about; None: all of the group
+
+
+class Verdict(NamedTuple):
+    """Admission of a sender's contributions to a group: see `kvd.core.server.verdicts`.
+
+    Attributes:
+        regime: the number of the regime in which it was found.
+        generation: that of the group's optimizer.
+        peer: the connection over which it counts.
+        rank: of the worker.
+    """
+
+    regime: int
+    generation: int
+    peer: Peer
+    rank: int
 
 
 class Change(NamedTuple):
@@ -84,6 +100,7 @@ class FusedGroup:
     nbytes: int = 0
     changes: list[Change] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)  # on the pushes of senders, by incarnation
     tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
     working: bool = False  # such a job is under way
     is_resting: bool = False  # it is one that sends the slices to another server

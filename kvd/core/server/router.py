@@ -258,12 +258,16 @@ class ServerRouter:
             self._deadlines[run] = NEVER if due is None else due
 
     def _emit(self, run: int, machine: ServerMachine, effects: Sequence[Effect]) -> None:
-        """The effects of a machine. There is one connection to each node, and what ends one run ends no server."""
-        own: Sequence[Any] = effects
-        if not _APART.isdisjoint(map(type, effects)):
-            own = [kept for effect in effects if (kept := self._of_run(effect, run, machine)) is not None]
+        own = self.of_run(run, machine, effects)
         if own:
             self._out.append(InRun(run, machine.epoch, own))
+
+    def of_run(self, run: int, machine: ServerMachine, effects: Sequence[Effect]) -> Sequence[Any]:
+        """The effects of a machine as they count for its run. There is one connection to each node, and the end of one
+        run ends no server."""
+        if _APART.isdisjoint(map(type, effects)):
+            return effects
+        return [kept for effect in effects if (kept := self._of_run(effect, run, machine)) is not None]
 
     def _send(self, event: Received, message: Refused | NotYet) -> None:
         machine = self.machine_of(event.run)
