@@ -28,11 +28,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, TypeAlias
 
 from tests.simulation.mutant_list import compare_mutants
@@ -42,6 +44,7 @@ TREE: Final = Path(__file__).resolve().parents[2]
 PROGRAM: Final = Path(__file__).with_name("one_build.py")
 DELAYS: Final = (0, 1, 2)
 """Of calm runs of the base: what is the same in all of them does not depend on delays."""
+KEPT_EACH: Final = 40  # runs, after which the cache is written
 SHOWN: Final = 3  # runs whose first difference is shown
 LINES_BEFORE: Final = 8
 LINES_AFTER: Final = 4
@@ -98,51 +101,107 @@ class Cache:
         return self.folder / f"{self.commit}-{blake2b(repr(made_with).encode(), digest_size=8).hexdigest()}.json"
 
 
+class _Child:
+    """One process that runs the tasks of a build, one after the other."""
+
+    def __init__(self, tree: Path) -> None:
+        self._tree = tree
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed in `close`
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM), str(tree)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=tree,
+            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+            text=True,
+        )
+        try:
+            self.about = self._read()
+        except BuildError:
+            self.close()
+            raise
+
+    def run(self, task: Task) -> Result:
+        """Return the result of a task. Raises BuildError if the process has ended."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # what it said is read next
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process: it has no more tasks, or does not finish the one that it has."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _read(self) -> Result:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            raise BuildError(f"{self._tree}: exit code {code}\n{self._errors.read()}")
+        found: Result = json.loads(line)
+        return found
+
+
 class Build:
     """The tree of a build, which is run in child processes.
 
     Args:
-        jobs: the number of processes that run at once.
+        jobs: the number of processes.
         cache: of its results; None: nothing is kept.
+
+    Raises BuildError if the build does not start.
     """
 
     def __init__(self, tree: Path, jobs: int, cache: Cache | None = None) -> None:
         self._tree = tree
         self._jobs = jobs
         self._cache = cache
-        about, _ = self._child([])
+        self._children = [_Child(tree)]
+        about = self._children[0].about
         self.campaigns: list[str] = about["campaigns"]
         self.layout: str = about["layout"]
         self.turned_off = [f"{name}.{method}" for name, method in about["off"]]
+
+    def __enter__(self) -> Build:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for child in self._children:
+            child.close()
 
     def run(self, tasks: Sequence[Task]) -> dict[Task, Result]:
         """Return the results of all tasks. Raises BuildError if a process ends too early."""
         known = {task: self._cache.find(task) for task in tasks} if self._cache is not None else {}
         found = {task: result for task, result in known.items() if result is not None}
         todo = [task for task in tasks if task not in found]
-        shares = [share for share in (todo[start :: self._jobs] for start in range(self._jobs)) if share]
-        with ThreadPoolExecutor(self._jobs) as pool:
-            for _, results in pool.map(self._child, shares):
-                found |= results
-                if self._cache is not None:
-                    self._cache.keep(results)
+        while len(self._children) < min(self._jobs, len(todo)):
+            self._children.append(_Child(self._tree))
+        for start in range(0, len(todo), KEPT_EACH):
+            results = self._run_now(todo[start : start + KEPT_EACH])
+            found |= results
+            if self._cache is not None:
+                self._cache.keep(results)
         return found
 
-    def _child(self, tasks: Sequence[Task]) -> tuple[Result, dict[Task, Result]]:
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-        done = subprocess.run(
-            [sys.executable, "-P", str(PROGRAM), str(self._tree)],
-            input=json.dumps(tasks),
-            cwd=self._tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise BuildError(f"{self._tree}: exit code {done.returncode}\n{done.stderr}")
-        about, *lines = map(json.loads, done.stdout.splitlines())
-        return about, {Task(*entry): result for entry, result in lines}
+    def _run_now(self, tasks: Sequence[Task]) -> dict[Task, Result]:
+        free: SimpleQueue[_Child] = SimpleQueue()
+        for child in self._children:
+            free.put(child)
+
+        def run(task: Task) -> Result:
+            child = free.get()
+            try:
+                return child.run(task)
+            finally:
+                free.put(child)
+
+        with ThreadPoolExecutor(len(self._children)) as pool:
+            return dict(zip(tasks, pool.map(run, tasks), strict=True))
 
 
 def commit_of(tree: Path) -> str | None:
@@ -252,20 +311,26 @@ def main(arguments: Sequence[str] | None = None, say: Say = lambda line: print(l
     if commit is None:
         say("the results of the base are not kept: it is no clean worktree")
     try:
-        base = Build(options.base, options.jobs, Cache(options.cache, commit))
-        new = Build(options.new, options.jobs)
-        for name, build in (("base", base), ("new", new)):
-            say(f"{name}: {build.layout}, turned off: {', '.join(build.turned_off) or 'nothing'}")
-        names = [name for name in options.campaigns or base.campaigns if name in new.campaigns]
-        gone = [name for name in options.campaigns or base.campaigns if name not in names or name not in base.campaigns]
-        for name in gone:
-            say(f"the campaign {name!r} is not in both builds")
-        compare = compare_outcomes if options.outcomes else compare_runs
-        different = compare(base, new, [name for name in names if name not in gone], options.seeds, say)
+        with ExitStack() as stack:
+            base = stack.enter_context(Build(options.base, options.jobs, Cache(options.cache, commit)))
+            new = stack.enter_context(Build(options.new, options.jobs))
+            return 1 if _compare(base, new, options, say) else 0
     except BuildError as error:
         say(str(error))
         return 1
-    return 1 if different or gone else 0
+
+
+def _compare(base: Build, new: Build, options: Any, say: Say) -> int:
+    """Return the number of runs that differ and of campaigns that are not in both builds."""
+    for name, build in (("base", base), ("new", new)):
+        say(f"{name}: {build.layout}, turned off: {', '.join(build.turned_off) or 'nothing'}")
+    wanted = options.campaigns or base.campaigns
+    names = [name for name in wanted if name in base.campaigns and name in new.campaigns]
+    gone = [name for name in wanted if name not in names]
+    for name in gone:
+        say(f"the campaign {name!r} is not in both builds")
+    compare = compare_outcomes if options.outcomes else compare_runs
+    return len(gone) + compare(base, new, names, options.seeds, say)
 
 
 def _options(arguments: Sequence[str] | None) -> Any:

@@ -1,7 +1,7 @@
 """Runs of the campaigns of one build, for `tests.simulation.compare`: the program of its child processes.
 
-`python -P one_build.py TREE` reads tasks as JSON from stdin and writes a line of JSON for each to stdout. TREE may be
-an older build: the simulator is in `kvd/testing` or in `tests/simulator`, and the fast ways may be there or not.
+`python -P one_build.py TREE` reads a task from each line of stdin and writes its result to stdout, as JSON. TREE may
+be an older build: the simulator is in `kvd/testing` or in `tests/simulator`, and the fast ways may be there or not.
 """
 
 from __future__ import annotations
@@ -281,8 +281,8 @@ def main() -> None:
     build = Build(Path(sys.argv[1]))
     about = {"layout": build.layout, "campaigns": list(build.campaigns), "off": [way[1:3] for way in build.turned_off]}
     print(json.dumps(about), flush=True)
-    for entry in json.load(sys.stdin):
-        print(json.dumps([entry, build.run(Task(*entry))]), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(build.run(Task(*json.loads(line)))), flush=True)
 
 
 if __name__ == "__main__":
