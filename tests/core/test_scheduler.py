@@ -364,7 +364,7 @@ def test_a_restarted_server_gets_its_old_rank() -> None:
 
 
 def test_the_oldest_replaced_incarnations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.scheduler.roster.MAX_REPLACED", 1)
+    monkeypatch.setattr("kvd.core.scheduler.membership.roster.MAX_REPLACED", 1)
     harness = Harness()
     for life in (0, 1, 2):
         harness.worker(0, life)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import MemberEvent, Roster, Seat
 from kvd.protocol.messages import MAX_QUIET, Quiet
 from tests.core.fakes import member
 

@@ -9,27 +9,27 @@ who waits, `views` publishes each change once it is saved, and `record` is what 
 
 The way of a death:
 
-1. The shell sees a process end and feeds PeerLost. `deaths.py:Deaths.process_ended` declares a server dead at once (go
-   to 3); for a worker, `liveness.py:Liveness.process_ended` notes the reason, and its supervisor has the rest of the
-   timeout to start it again.
-2. Silence: `deaths.py:Deaths.judge` asks `liveness.py:Liveness.overdue` after each event who has been silent for a
-   whole timeout. A server that alone has values, of which there should be two copies, is waited for.
-3. `deaths.py:Deaths._declare_dead` changes the state by `roster.py:Roster.transition`.
+1. The shell sees a process end and feeds PeerLost. `membership/deaths.py:Deaths.process_ended` declares a server dead
+   at once (go to 3); for a worker, `membership/liveness.py:Liveness.process_ended` notes the reason, and its supervisor
+   has the rest of the timeout to start it again.
+2. Silence: `membership/deaths.py:Deaths.judge` asks `membership/liveness.py:Liveness.overdue` after each event who has
+   been silent for a whole timeout. A server that alone has values, of which there should be two copies, is waited for.
+3. `membership/deaths.py:Deaths._declare_dead` changes the state by `membership/roster.py:Roster.transition`.
 4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
-   `barriers.py:Barriers.settle`, and lets others lead what a dead server led, in `partitions.py:Partitions.follow`;
-   `views.py:Views.change` takes the new view and withholds their answers. An Unsaved goes
-   out, and `router.py:SchedulerRouter._flush` makes one Persist of those of all runs.
-5. On Persisted, `views.py:Views.saved` sends the view to all members, then the answers.
+   `barriers/barriers.py:Barriers.settle`, and lets others lead what a dead server led, in
+   `placement/partitions.py:Partitions.follow`; `membership/views.py:Views.change` takes the new view and withholds
+   their answers. An Unsaved goes out, and `router.py:SchedulerRouter._flush` makes one Persist of those of all runs.
+5. On Persisted, `membership/views.py:Views.saved` sends the view to all members, then the answers.
 
 The way of a join:
 
-1. `machine.py:SchedulerMachine._join` refuses it if `agreement.py:Agreement.objection` says why.
-2. `seating.py:Seating.seat` asks `roster.py:Roster.rank_for` for a rank, and `roster.py:Roster.take_seat` seats the new
-   incarnation.
+1. `machine.py:SchedulerMachine._join` refuses it if `membership/agreement.py:Agreement.objection` says why.
+2. `membership/rank_assignment.py:Seating.seat` asks `membership/roster.py:Roster.rank_for` for a rank, and
+   `membership/roster.py:Roster.take_seat` seats the new incarnation.
 3. `machine.py:SchedulerMachine._welcome_newcomer` stops the process that it replaces, and withdraws that one from the
-   barriers in `barriers.py:Barriers.withdraw`.
-4. `machine.py:SchedulerMachine._publish`, as above; `views.py:Views.when_saved` withholds the Welcome until the view
-   is saved.
+   barriers in `barriers/barriers.py:Barriers.withdraw`.
+4. `machine.py:SchedulerMachine._publish`, as above; `membership/views.py:Views.when_saved` withholds the Welcome until
+   the view is saved.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from typing import Any
 from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persisted, Received, Send, Unsaved
 from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
-from kvd.core.scheduler.agreement import Agreement, SchedulerSettings
-from kvd.core.scheduler.barriers import Barriers, Settled
-from kvd.core.scheduler.deaths import Deaths
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.lateness import Lateness
-from kvd.core.scheduler.leadership import Leadership
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.meetings import Meeting, Meetings
-from kvd.core.scheduler.partitions import Partitions, servers_of
-from kvd.core.scheduler.phase import IN_WORDS, RunLife
-from kvd.core.scheduler.record import Record
-from kvd.core.scheduler.record_check import RecordCheck
-from kvd.core.scheduler.report import run_report
-from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
-from kvd.core.scheduler.seating import Seating
-from kvd.core.scheduler.taking_part import Outcome, TakingPart
-from kvd.core.scheduler.views import Listener, Views
-from kvd.core.scheduler.waits import WaitReports
+from kvd.core.scheduler.barriers.barriers import Barriers, Settled
+from kvd.core.scheduler.barriers.meetings import Meeting, Meetings
+from kvd.core.scheduler.barriers.rendezvous import Gatherings
+from kvd.core.scheduler.barriers.wait_reports import WaitReports
+from kvd.core.scheduler.membership.agreement import Agreement, SchedulerSettings
+from kvd.core.scheduler.membership.deaths import Deaths
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.participation import Outcome, TakingPart
+from kvd.core.scheduler.membership.rank_assignment import Seating
+from kvd.core.scheduler.membership.roster import AS_FOUND, MemberEvent, Roster, Seat
+from kvd.core.scheduler.membership.stragglers import Lateness
+from kvd.core.scheduler.membership.views import Listener, Views
+from kvd.core.scheduler.placement.leadership import Leadership
+from kvd.core.scheduler.placement.partitions import Partitions, servers_of
+from kvd.core.scheduler.runs.phase import IN_WORDS, RunLife
+from kvd.core.scheduler.runs.record import Record
+from kvd.core.scheduler.runs.record_check import RecordCheck
+from kvd.core.scheduler.status import run_report
 from kvd.protocol.messages import (
     EXIT_BARRIER,
     NO_RANK,

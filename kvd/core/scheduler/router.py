@@ -35,12 +35,12 @@ from kvd.core.machine import (
     Unsaved,
 )
 from kvd.core.pseudonyms import pseudonym
-from kvd.core.scheduler.agreement import malformation, size_problem
-from kvd.core.scheduler.door import Door
+from kvd.core.scheduler.authorization import Door
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.core.scheduler.record import check_cluster
-from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
-from kvd.core.scheduler.saving import Saving
+from kvd.core.scheduler.membership.agreement import malformation, size_problem
+from kvd.core.scheduler.runs.record import check_cluster
+from kvd.core.scheduler.runs.saving import Saving
+from kvd.core.scheduler.runs.table import MAX_LIVE, Choice, Runs, RunSlot
 from kvd.protocol.messages import (
     NO_RUN,
     NO_VIEW,

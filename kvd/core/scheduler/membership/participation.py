@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeAlias
 
 from kvd.core.machine import Received, Send
 from kvd.core.membership import in_words
-from kvd.core.scheduler.agreement import Agreement
-from kvd.core.scheduler.deaths import Log
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.lateness import Lateness
-from kvd.core.scheduler.roster import AFTER_A_LOSS, MemberEvent, Roster, Seat
+from kvd.core.scheduler.barriers.rendezvous import Gatherings
+from kvd.core.scheduler.membership.agreement import Agreement
+from kvd.core.scheduler.membership.deaths import Log
+from kvd.core.scheduler.membership.roster import AFTER_A_LOSS, MemberEvent, Roster, Seat
+from kvd.core.scheduler.membership.stragglers import Lateness
 from kvd.protocol.messages import (
     Done,
     Epoch,

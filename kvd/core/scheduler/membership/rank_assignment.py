@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from kvd.core.machine import Received
 from kvd.core.principals import key_text
-from kvd.core.scheduler.agreement import Agreement
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.membership.agreement import Agreement
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import Roster, Seat
 from kvd.protocol.messages import NO_VIEW, ErrorCode, Join, Refused
 
 

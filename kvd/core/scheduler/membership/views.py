@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvd.core.machine import Peer, Send
-from kvd.core.scheduler.view_history import ViewHistory
+from kvd.core.scheduler.membership.view_history import ViewHistory
 from kvd.protocol.messages import Epoch, ErrorCode, Join, NotYet, NotYetReason, Refused, View
 
 MOST_TOLD = {"server": 1 << 50, "worker": 1 << 40}

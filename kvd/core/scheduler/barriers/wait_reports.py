@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvd.core.machine import Effect, LogEntry, Received, Send
-from kvd.core.scheduler.deadlocks import Deadlocks
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import MAX_REASON_CHARS, Roster, Seat
+from kvd.core.scheduler.barriers.deadlocks import Deadlocks
+from kvd.core.scheduler.barriers.rendezvous import Gatherings
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import MAX_REASON_CHARS, Roster, Seat
 from kvd.protocol.messages import (
     MAX_ABSENT,
     MAX_ASKED_ABOUT,

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from kvd.core.scheduler.agreement import MERGES, MODES, NODES, size_problem
-from kvd.core.scheduler.barriers import MAX_NAMES, Barriers
-from kvd.core.scheduler.partitions import Entry, Holder, Incarnation
-from kvd.core.scheduler.points import MAX_POINTS, NOT_KNOWN, Points
-from kvd.core.scheduler.roster import AS_FOUND, MAX_REPLACED, Seat
-from kvd.core.scheduler.views import MOST_TOLD
+from kvd.core.scheduler.barriers.barriers import MAX_NAMES, Barriers
+from kvd.core.scheduler.barriers.points import MAX_POINTS, NOT_KNOWN, Points
+from kvd.core.scheduler.membership.agreement import MERGES, MODES, NODES, size_problem
+from kvd.core.scheduler.membership.roster import AS_FOUND, MAX_REPLACED, Seat
+from kvd.core.scheduler.membership.views import MOST_TOLD
+from kvd.core.scheduler.placement.partitions import Entry, Holder, Incarnation
 from kvd.errors import ProtocolError
 from kvd.protocol.codec import check_for
 from kvd.protocol.messages import (
@@ -54,7 +54,7 @@ _LATEST = check_for(Annotated[tuple[Incarnation, ...], Limit(0, MAX_MEMBERS)])
 _STATE = Member._fields.index("state")  # a record has its value
 _WITHOUT_NOTES = 3  # fields of a barrier in the record of an earlier kvd
 
-Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.partitions.Partitions.saved
+Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.placement.partitions.Partitions.saved
 _HOLDER = tuple[Number, Incarnation]
 _ENTRY = tuple[_HOLDER, _HOLDER | None, _HOLDER | None, Incarnation, _HOLDER | None]
 _WITHOUT_SUCCESSOR = 4  # fields of a partition in the record of an earlier kvd

@@ -8,7 +8,7 @@ from kvd.core.access import Doorkeeper
 from kvd.core.machine import LogEntry, Received
 from kvd.core.principals import HOLDER, KeyRole
 from kvd.core.scheduler.machine import SchedulerMachine
-from kvd.core.scheduler.runs import RunSlot
+from kvd.core.scheduler.runs.table import RunSlot
 from kvd.protocol.messages import Join
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvd.core.pseudonyms import pseudonym
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.partitions import Partitions
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.barriers.rendezvous import Gatherings
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import Roster, Seat
+from kvd.core.scheduler.placement.partitions import Partitions
 from kvd.protocol.messages import LAST_SNAPSHOT
 
 MAX_DIGITS = 18

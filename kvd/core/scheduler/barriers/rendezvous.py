@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 
 from kvd.core.membership import name_of
 from kvd.core.open_waits import LOOK_S, OpenWaits
-from kvd.core.scheduler.barriers import Barriers
-from kvd.core.scheduler.points import OF_PROGRAMS, Points, SettledPoint
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.barriers.barriers import Barriers
+from kvd.core.scheduler.barriers.points import OF_PROGRAMS, Points, SettledPoint
+from kvd.core.scheduler.membership.roster import Roster, Seat
 from kvd.protocol.messages import EXIT_BARRIER, MemberState
 
 MAX_SHOWN = 16  # barriers and points in a report

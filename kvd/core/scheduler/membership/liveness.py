@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.membership.roster import Roster, Seat
 from kvd.protocol.messages import MAX_QUIET, Quiet
 
 SECONDS_PER_MEMBER = 2e-3  # of time between two heartbeats: what one costs here is a small part of that

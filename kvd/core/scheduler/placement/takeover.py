@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvd.core.machine import Received
 from kvd.core.membership import name_of
-from kvd.core.scheduler.partitions import Entry, Holder
+from kvd.core.scheduler.placement.partitions import Entry, Holder
 from kvd.protocol.messages import NO_RANK, NO_VIEW, Epoch, Join, Partition
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from kvd.core.machine import Received
 from kvd.core.membership import name_of
-from kvd.core.scheduler.views import MOST_TOLD
+from kvd.core.scheduler.membership.views import MOST_TOLD
 from kvd.protocol.messages import Epoch
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from kvd.core.machine import Peer
-from kvd.core.scheduler.barriers import Barriers, Entrant, Settled, Verdict
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.barriers.barriers import Barriers, Entrant, Settled, Verdict
+from kvd.core.scheduler.membership.roster import Roster, Seat
 from kvd.protocol.messages import Done, Enter, ErrorCode, Listen, Refused, Said, Say
 
 Meeting: TypeAlias = Enter | Say | Listen

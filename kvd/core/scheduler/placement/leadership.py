@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvd.core.machine import Received
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.partitions import Partitions
-from kvd.core.scheduler.record_check import RecordCheck
-from kvd.core.scheduler.roster import Roster, Seat
-from kvd.core.scheduler.takeover import TakeOver
-from kvd.core.scheduler.views import MOST_TOLD, Views
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import Roster, Seat
+from kvd.core.scheduler.membership.views import MOST_TOLD, Views
+from kvd.core.scheduler.placement.partitions import Partitions
+from kvd.core.scheduler.placement.takeover import TakeOver
+from kvd.core.scheduler.runs.record_check import RecordCheck
 from kvd.protocol.messages import NO_VIEW, HandedOver, Join, NotYet, NotYetReason, OutOfSync, Synced
 
 

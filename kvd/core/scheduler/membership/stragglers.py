@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvd.core.membership import TAKING_PART
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.membership.roster import Roster, Seat
 from kvd.protocol.messages import Epoch, Settings
 
 LOG_INTERVAL_S = 10.0  # between two lines about one worker

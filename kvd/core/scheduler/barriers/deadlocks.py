@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from kvd.core.machine import Send
 from kvd.core.membership import name_of
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.barriers.rendezvous import Gatherings
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import Roster, Seat
 from kvd.protocol.messages import MAX_ABSENT, MAX_STUCK_LINES, Epoch, MemberState, WaitNews, WaitReport
 
 MAX_LINE_CHARS = 300
