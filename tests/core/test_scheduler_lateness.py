@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import LogEntry, Persisted, Send, Tick, Unsaved
-from kvd.core.scheduler.membership.stragglers import LOG_INTERVAL_S
+from kvd.core.scheduler.membership.participation import LOG_INTERVAL_S
 from kvd.core.scheduler.membership.views import TOLD_AT_ONCE
 from kvd.protocol.messages import (
     Departure,

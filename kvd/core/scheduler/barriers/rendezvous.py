@@ -1,31 +1,51 @@
-"""Where workers wait for each other in the scheduler: at barriers, and at points."""
+"""Rendezvous of workers in the scheduler: at barriers, where they may leave notes, and at points."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import NamedTuple, TypeAlias
 
+from kvd.core.machine import Peer
 from kvd.core.membership import name_of
 from kvd.core.open_waits import LOOK_S, OpenWaits
-from kvd.core.scheduler.barriers.barriers import Barriers
+from kvd.core.scheduler.barriers.barriers import Barriers, Entrant, Settled, Verdict
 from kvd.core.scheduler.barriers.points import OF_PROGRAMS, Points, SettledPoint
+from kvd.core.scheduler.membership.liveness import Liveness
 from kvd.core.scheduler.membership.roster import Roster, Seat
-from kvd.protocol.messages import EXIT_BARRIER, MemberState
+from kvd.protocol.messages import EXIT_BARRIER, Done, Enter, ErrorCode, Listen, MemberState, Refused, Said, Say
 
 MAX_SHOWN = 16  # barriers and points in a report
 
+Meeting: TypeAlias = Enter | Say | Listen
 
-class Gatherings:
+
+class Met(NamedTuple):
+    """What follows from a request.
+
+    Attributes:
+        answer: None: the worker waits until the barrier is settled.
+        is_new: it must be saved before it is answered.
+    """
+
+    answer: Done | Refused | Said | None
+    is_new: bool = False
+
+
+class Rendezvous:
     """All barriers and points of a run. The names of points begin in a way of their own.
 
     Args:
-        breaking: gives the ranks of workers that break what they are missing from.
+        breaks_on_loss: whether a dead worker that is not awaited any more breaks what it is missing from.
     """
 
-    def __init__(self, roster: Roster, barriers: Barriers, points: Points, breaking: Callable[[], list[int]]) -> None:
+    def __init__(
+        self, roster: Roster, liveness: Liveness, barriers: Barriers, points: Points, *, breaks_on_loss: bool
+    ) -> None:
         self.barriers = barriers
         self.points = points
         self._roster = roster
-        self._breaking = breaking
+        self._liveness = liveness
+        self._breaks_on_loss = breaks_on_loss
         self._waits = OpenWaits()
         self._look_at = float("-inf")
 
@@ -76,6 +96,49 @@ class Gatherings:
         self.barriers.withdraw(rank)
         self.points.withdraw(rank)
 
+    def _breaking(self) -> list[int]:
+        """The ranks of workers that break what they are missing from."""
+        return self._liveness.breaking_ranks() if self._breaks_on_loss else []
+
+    # ── barriers ──
+
+    def meet(self, seat: Seat, peer: Peer, message: Meeting) -> Met:
+        """Answer what the holder of a seat does at a barrier."""
+        request, name, generation = message.request, message.name, message.generation
+        rank = seat.member.rank
+        answer: Verdict | str | bool | None
+        if seat.member.role != "worker":
+            return Met(Refused(request, ErrorCode.NOT_ALLOWED, "only workers meet at barriers"))
+        if isinstance(message, Listen):
+            note = self.barriers.said(name, generation)
+            return Met(Said(request, note.is_released, note.text))
+        if isinstance(message, Say):
+            answer = self.barriers.say(name, generation, rank, message.note)
+        else:
+            who = Entrant(rank, seat.member.incarnation, peer, request, message.place)
+            answer = self.barriers.enter(name, generation, who)
+        if isinstance(answer, str):
+            return Met(Refused(request, ErrorCode.NOT_ALLOWED, answer))
+        if isinstance(answer, Verdict):
+            return Met(answer.answer(request, name))
+        # A note is saved first: a restarted scheduler must still have it.
+        return Met(None) if answer is None else Met(Done(request), is_new=answer)
+
+    def settle_barriers(self) -> list[Settled]:
+        """The barriers that the latest change releases or breaks."""
+        return self.barriers.settle(self._roster.barrier_ranks(), self._breaking(), self._roster.came_in())
+
+    def settle_after(self, message: Meeting) -> list[Settled]:
+        """The barriers that this message releases or breaks: at most the one that it is about. Of a thousand workers,
+        all but the last are told by counting that nobody has to be told."""
+        if not isinstance(message, Enter):
+            return []
+        required = self._roster.barrier_ranks()
+        far = self.barriers.is_far_from_reached(message.name, required, self._roster.came_in())
+        return [] if far and not self._breaking() else self.settle_barriers()
+
+    # ── points ──
+
     def is_at_point(self, seat: Seat) -> bool:
         """Whether the holder of this seat waits at a point."""
         return self.points.has(seat.member.rank, seat.member.incarnation)
@@ -88,8 +151,12 @@ class Gatherings:
         """The points that the latest change releases or breaks."""
         return self.points.settle(self._roster.point_ranks(), self._breaking())
 
+    # ── invariants ──
+
     def validate(self) -> None:
-        """Raises AssertionError if a point that should be settled is open, or one who waits there takes part."""
+        """Raises AssertionError if a barrier or point that should be settled is open, or a worker that waits at a point
+        takes part."""
+        self.barriers.validate(self._roster.barrier_ranks(), self._breaking(), self._roster.came_in())
         self.points.validate(self._roster.point_ranks(), self._breaking())
         for seat in self._roster.seats():
             takes_part = seat.member.state is MemberState.ACTIVE

@@ -1,4 +1,4 @@
-"""Which seat a node that joins gets, or why it gets none."""
+"""Assignment of ranks to nodes that join."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Seated(NamedTuple):
     replaced: Seat | None = None
 
 
-class Seating:
+class RankAssignment:
     """Gives the seats of a roster to nodes that agree with the settings."""
 
     def __init__(self, agreement: Agreement, roster: Roster, liveness: Liveness) -> None:
