@@ -9,8 +9,8 @@ import pytest
 
 from kvd.core.server import captures as captures_module
 from kvd.core.server.rounds import NoVersion, SliceLog
-from kvd.core.worker.calls import Call
-from kvd.core.worker.steps import StepCounter, Steps
+from kvd.core.worker.in_flight import InFlight, Steps
+from kvd.core.worker.steps import StepCounter
 from kvd.testing.campaign import CAMPAIGNS, Campaign
 from tests.simulation.mutants_harness import caught
 
@@ -41,7 +41,7 @@ def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
     """A worker says that its steps are over when it begins the next one, whatever of them is under way."""
     begin = StepCounter.begin
 
-    def hasty(counter: StepCounter, call: Call, clocks: Sequence[int]) -> Steps:
+    def hasty(counter: StepCounter, call: InFlight, clocks: Sequence[int]) -> Steps:
         step, _ = begin(counter, call, clocks)
         return Steps(step, step - 1)
 
