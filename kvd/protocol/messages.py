@@ -200,7 +200,7 @@ class Settings(NamedTuple):
 
 
 class MemberState(StrEnum):
-    """Where a server or worker stands; `kvd.core.scheduler.roster` has the transitions."""
+    """Where a server or worker stands; `kvd.core.scheduler.membership.roster` has the transitions."""
 
     ACTIVE = "active"  # takes part in rounds
     IDLE = "idle"  # the rounds go on without it until all have come to the point at which it waits
@@ -239,7 +239,7 @@ class Member(NamedTuple):
 
 
 class RunPhase(StrEnum):
-    """Where a run stands; `kvd.core.scheduler.phase` has the transitions."""
+    """Where a run stands; `kvd.core.scheduler.runs.phase` has the transitions."""
 
     FORMING = "forming"  # not all of its workers have joined
     RUNNING = "running"
