@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -162,9 +162,9 @@ class JobRunner:
             counters.updates += 1
             if counters.updates % TIMED_OF:
                 return self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
-            begun = perf_counter()
+            begun = time.perf_counter()
             made = self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
-            counters.timed_update_s += perf_counter() - begun
+            counters.timed_update_s += time.perf_counter() - begun
             return made
         if isinstance(job, ReadRows):
             return self._tables.read(job)
