@@ -16,6 +16,7 @@ from kvd.core.machine import PeerLost
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError, KvdError
+from kvd.node.counters import Counters
 from kvd.node.driver import Driver
 from kvd.node.facts import ProcessFacts
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
@@ -101,6 +102,7 @@ class SchedulerRole:
             on_halt=on_halt,
             on_stop=on_stop,
             persist=persist,
+            counters=Counters(),
             facts=ProcessFacts(time.monotonic, config.common_settings(self.name)),
         )
         return self._driver
