@@ -19,6 +19,7 @@ from kvd.core.machine import Apply, InRun, JobDone, Peer, Send, Span
 from kvd.core.principals import HOLDER, Principal
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
+from kvd.node.counters import Counters
 from kvd.node.jobs import JobRunner
 from kvd.node.sending import MessageSender
 from kvd.node.threads import Stepper
@@ -105,6 +106,7 @@ class SmallPushes:
         runner: returns what runs the jobs of a run.
         carry_out: carries out the effects of a run in any other way than this.
         deliver: takes the messages that go to `step`.
+        counters: count the pushes and answers that are no messages.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class SmallPushes:
         runner: Callable[[int], JobRunner],
         carry_out: InRunAction,
         deliver: OnMessage,
+        counters: Counters,
     ) -> None:
+        self._counters = counters
         self._router = router
         self._transport = transport
         self._stepper = stepper
@@ -168,8 +172,9 @@ class SmallPushes:
             rests: of each frame the bytes behind the head.
         """
         peer, sender, run, nbytes = frames.peer, frames.sender, frames.run, frames.nbytes
-        at, count = 0, len(rests)
+        at, count, counters = 0, len(rests), self._counters
         while at < count:
+            begun = at
             machine = self._router.machine_of(run)
             if machine is not None and self._stepper.enter():
                 try:
@@ -183,6 +188,8 @@ class SmallPushes:
                         at += 1
                 finally:
                     self._stepper.leave(math.inf)
+                counters.received[PushBatch] += at - begun
+                counters.received_bytes += (at - begun) * nbytes
             if at < count:
                 self._deliver_rest(frames, rests[at])
                 at += 1
@@ -244,6 +251,8 @@ class SmallPushes:
             and payload[0].nbytes == frames.nbytes
         ):
             (version,) = message.versions
+            self._counters.sent[Values] += 1
+            self._counters.sent_bytes += frames.nbytes
             frames.let_wait(values_header(self._router.incarnation, epoch, run, message.request, version), payload[0])
             self._answering[frames] = None
         else:

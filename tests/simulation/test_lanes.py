@@ -223,7 +223,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "which keys are in flight": lambda patch: patch.setattr(Flights, "has_any_of", nothing),
     "what concerns those in flight": lambda patch: patch.setattr(Lane, "leaves_alone", never),
     "retries that are due": lambda patch: patch.setattr(Lane, "is_due", nothing),
-    "server: what is held when something else comes": lambda patch: patch.setattr(Waiters, "wait_for_round", wait_for_nothing),
+    "server: what is held when something else comes": lambda patch: patch.setattr(
+        Waiters, "wait_for_round", wait_for_nothing
+    ),
     "server: who has yet to push": lambda patch: patch.setattr(SliceLog, "_is_complete", some_are_enough),
     "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
     "clocks": lambda patch: patch.setattr("kvd.core.worker.loads.count_rounds", lambda *arguments: None),

@@ -10,8 +10,8 @@ import pytest
 
 from kvd.core.machine import Contribution, Received
 from kvd.core.outbox import Entry, Outbox
+from kvd.core.scheduler.membership.views import Views
 from kvd.core.scheduler.router import SchedulerRouter
-from kvd.core.scheduler.views import Views
 from kvd.core.server import groups as groups_module
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable

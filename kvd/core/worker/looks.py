@@ -5,7 +5,7 @@ wait inside the store (Census, CensusTaken); then the scheduler is told, and say
 WaitNews). Questions that get lost are not repeated: after a second the look goes on without the answer.
 
 The scheduler also hears whether this worker is blocked. If all are, it has them look again; if nothing has happened
-between the two looks, nobody can move (`kvd.core.scheduler.deadlocks`).
+between the two looks, nobody can move (`kvd.core.scheduler.barriers.deadlocks`).
 """
 
 from __future__ import annotations
