@@ -106,17 +106,13 @@ class FusedGroup:
     is_resting: bool = False  # it is one that sends the slices to another server
     is_compared: bool = False  # it is one that reads them, to compare them with the backup's
     is_gone: bool = False  # its slices belong to other groups now
+    is_of_table: bool = False  # it is a part of a table, which is a group of its own
     generation: int = 0  # how many optimizers had been set when it got this one
 
     @property
     def partition(self) -> int:
         """The partition of all its slices."""
         return self.slices[0].partition
-
-    @property
-    def is_of_table(self) -> bool:
-        """Whether it is a part of a table, which is a group of its own."""
-        return self.slices[0].spec.table is not None
 
     @property
     def merge(self) -> str:
@@ -161,6 +157,7 @@ class FusedGroup:
             if len(slices) > 1:
                 slice_.encoded.clear()
         self.slices = tuple(slices)
+        self.is_of_table = slices[0].spec.table is not None
         self.layout = tuple([Extent(entry.key, entry.index, entry.offset, entry.nbytes) for entry in slices])
         self.nbytes = offset
 

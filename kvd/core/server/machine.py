@@ -421,7 +421,8 @@ class ServerMachine:
     def end_job(self, event: JobDone) -> None:
         """A job has ended."""
         self._effects.end_job(event)
-        self._deletions.advance()
+        if self._deletions.going:
+            self._deletions.advance()
         if self._timed.replication.is_on:
             self._timed.replication.job_ended()
 

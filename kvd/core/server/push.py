@@ -387,7 +387,7 @@ class Pushes:
         )
 
     def _merge_of(self, group: FusedGroup) -> str:
-        return group.merge or self._view.settings.merge or "sum"
+        return group.slices[0].spec.merge or self._view.settings.merge or "sum"
 
     def _applied(self, group: FusedGroup, record: Record, use: Use, update: Apply, done: JobDone) -> None:
         """The job has ended: the round becomes a version, or counts for nobody."""
@@ -444,7 +444,8 @@ class Pushes:
         if not self._view.is_sync:
             self.staleness.committed(group, record)
         self._waiters.settle(group)
-        self._readings.committed(group)
+        if self._readings.is_on:
+            self._readings.committed(group)
         if self._captures.is_on:
             self._captures.committed(group)
 
