@@ -130,6 +130,7 @@ class SmallPushes:
         self._deliver = deliver
         self._frames: dict[Peer, PushFrames] = {}  # of the links that are up, by their names
         self._answering: dict[PushFrames, None] = {}  # with answers that wait
+        self._deadline = math.inf  # by which the machine must be stepped, because of what came since `_leave`
 
     def take(self, peer: Peer, header: bytes, decoded: Decoded, payload: memoryview, principal: Principal) -> bool:
         """Take a push that came as a message. If it came over a link, the next one like it is taken as a frame.
@@ -152,7 +153,7 @@ class SmallPushes:
         try:
             is_taken = self._take(machine, decoded.run, peer, decoded.sender, numbers, payload, nbytes)
         finally:
-            self._stepper.leave(math.inf)
+            self._leave()
         if self._answering:
             self._send_answers()
         return is_taken
@@ -187,7 +188,7 @@ class SmallPushes:
                             break
                         at += 1
                 finally:
-                    self._stepper.leave(math.inf)
+                    self._leave()
                 counters.received[PushBatch] += at - begun
                 counters.received_bytes += (at - begun) * nbytes
             if at < count:
@@ -195,6 +196,10 @@ class SmallPushes:
                 at += 1
         if self._answering:
             self._send_answers()
+
+    def _leave(self) -> None:
+        deadline, self._deadline = self._deadline, math.inf
+        self._stepper.leave(deadline)
 
     def _deliver_rest(self, frames: PushFrames, rest: bytes) -> None:
         """Deliver a frame as a message."""
@@ -220,6 +225,8 @@ class SmallPushes:
                 epoch = machine.epoch
                 while effects:
                     effects = self._do(machine, run, epoch, effects)
+            if machine.records.has_new:
+                self._send_records(machine, run)
         except Exception as error:  # a bug must not end the node; the worker asks again
             event(logger, logging.ERROR, "a push could not be handled", error=repr(error))
             logger.debug("the traceback of the error above", exc_info=error)
@@ -239,6 +246,13 @@ class SmallPushes:
         for done in ended:
             machine.end_job(done)
         return machine.take_effects() if ended else ()
+
+    def _send_records(self, machine: ServerMachine, run: int) -> None:
+        """Send new records to backups."""
+        effects = machine.take_records(self._stepper.now())
+        self._carry_out(InRun(run, machine.epoch, self._router.of_run(run, machine, effects)))
+        self._router.note_deadline(run, machine)
+        self._deadline = min(self._deadline, self._router.next_deadline() or math.inf)
 
     def _send(self, effect: Send, run: int, epoch: Epoch) -> None:
         """Let an answer with one value wait for the others to its worker; send any other message."""

@@ -25,10 +25,12 @@ from kvd.core.machine import (
     TableVersion,
     Tick,
 )
+from kvd.core.principals import HOLDER
 from kvd.core.server.captured import rows_nbytes
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
+from kvd.protocol.fixed import push_numbers
 from kvd.protocol.messages import (
     Attach,
     DeclareBatch,
@@ -74,6 +76,10 @@ class Harness:
 
     Args:
         keeps_verdicts: otherwise each push is admitted as if it were the first.
+        by_frames: pushes and the ends of their jobs go to the machine as the shell gives them, without a step.
+
+    Attributes:
+        pushed: the pushes that the machine took without a step.
     """
 
     def __init__(
@@ -86,8 +92,11 @@ class Harness:
         workers: int = 2,
         small: int = -1,
         keeps_verdicts: bool = True,
+        by_frames: bool = False,
     ) -> None:
         self._keeps_verdicts = keeps_verdicts
+        self._by_frames = by_frames
+        self.pushed = 0
         self.settings = settings or cluster(workers)
         self.memory = ServerMemory(memory)
         told = ServerSettings(memory, fail, small_push_bytes=small)
@@ -112,7 +121,9 @@ class Harness:
         at = self.now if now is None else now
         if not self._keeps_verdicts:
             self.machine.regime.change()
-        effects = self.machine.step(event, at)
+        effects = self._step_in_part(event) if self._by_frames else None
+        if effects is None:
+            effects = self.machine.step(event, at)
         if self._validates:
             self.machine.validate()
         jobs = [effect for effect in effects if isinstance(effect, JOBS)]
@@ -123,6 +134,21 @@ class Harness:
         for job in jobs:
             effects = effects + self.finish(job)
         return effects
+
+    def _step_in_part(self, event: Any) -> list[Effect] | None:
+        """What `kvd.node.push_frames` does. None: it is for a step."""
+        if isinstance(event, JobDone) and event.error is None:
+            self.machine.end_job(event)
+            return self.machine.take_effects()
+        if not isinstance(event, Received) or not isinstance(event.message, PushBatch):
+            return None
+        numbers = push_numbers(event.message)
+        if numbers is None or event.principal is not HOLDER:
+            return None
+        if not self.machine.push(event.peer, event.sender, numbers, event.payload, event.nbytes):
+            return None
+        self.pushed += 1
+        return self.machine.take_effects()
 
     @contextmanager
     def validated_once(self) -> Iterator[None]:

@@ -361,6 +361,19 @@ def test_what_is_odd_goes_as_without_a_verdict(odd: Callable[[Harness], Any], sm
     assert taken == []
 
 
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
+def test_what_is_odd_goes_as_without_a_verdict_if_pushes_come_as_frames(odd: Callable[[Harness], Any]) -> None:
+    assert both(odd, small=1 << 10, by_frames=True) == both(odd, small=1 << 10, keeps_verdicts=False)
+
+
+def test_pushes_that_come_as_frames_take_no_step() -> None:
+    run = together(*KEYS, small=1 << 10, by_frames=True)
+    for clock in (2, 3, 4):
+        assert push(run, 0, clock, pull=True) == []
+        assert [message.versions for message in said(push(run, 1, clock, pull=True))] == [(clock,), (clock,)]
+    assert run.pushed == 6
+
+
 def both(odd: Callable[[Harness], Any], **how: Any) -> Any:
     """What a server does that has served a second round, by verdicts if it keeps them; and the values at the end."""
     run = together(*KEYS, **how)

@@ -151,6 +151,7 @@ class ServerMachine:
 
     Attributes:
         regime: the changes that verdicts on pushes may depend on.
+        records: for backups. If they have new ones after `push` or `end_job`, `take_records` comes next.
         take_effects: returns the effects of `push` and `end_job`.
     """
 
@@ -186,7 +187,9 @@ class ServerMachine:
             if out_of_step.add(partition, incarnation):
                 syncing.was_no_copy(partition, incarnation)
 
-        records = Records(session, effects, lambda: self.table.creation, no_copy, lambda *failed: syncing.fail(*failed))
+        self.records = records = Records(
+            session, effects, lambda: self.table.creation, no_copy, lambda *failed: syncing.fail(*failed)
+        )
         replicas = Replicas(
             session,
             self.table,
@@ -397,9 +400,9 @@ class ServerMachine:
         return self.take_effects()
 
     def push(self, peer: Peer, sender: int, push: PushNumbers, payload: Buffer, nbytes: int) -> bool:
-        """Do what `step` does with a small push of a batch, if a verdict admits it and nothing is due.
+        """Do what `step` does with a small push of a batch, if a verdict admits it and nothing else may be due.
 
-        No deadline changes by it. The effects are for `take_effects`, the ends of their jobs for `end_job`.
+        The effects are for `take_effects`, the ends of their jobs for `end_job`. The push itself changes no deadline.
 
         Args:
             payload: `nbytes` bytes, which stay as they are.
@@ -407,8 +410,8 @@ class ServerMachine:
         Returns:
             False if nothing was done: the push is an event for `step`.
         """
-        readings, captures, late, replication = self._timed
-        if readings.is_on or captures.is_on or late.is_on or replication.is_on:
+        readings, captures, late, _ = self._timed
+        if readings.is_on or captures.is_on or late.is_on:
             return False
         admitted = self._verdicts.of_batch(sender, push.batch, peer)
         if admitted is None:
@@ -425,6 +428,12 @@ class ServerMachine:
             self._deletions.advance()
         if self._timed.replication.is_on:
             self._timed.replication.job_ended()
+
+    def take_records(self, now: float) -> list[Effect]:
+        """Return the effects of `push` and `end_job` with the records that go to backups. The deadline may have
+        changed."""
+        self._effects.extend(self._timed.replication.tick(now))
+        return self.take_effects()
 
     @property
     def memory_used_nbytes(self) -> int:

@@ -225,7 +225,7 @@ class ServerRouter:
         session = SchedulerSession(identity, EMPTY_SETTINGS, self._address, self._interval_s, key)
         machine = self._machines[entry.run] = ServerMachine(self._settings, session, self._memory)
         self._emit(entry.run, machine, session.tick(now))
-        self._note_deadline(entry.run, machine)
+        self.note_deadline(entry.run, machine)
 
     def _give_up(self, run: int, job: str) -> None:
         self._given_up[run] = job
@@ -254,9 +254,10 @@ class ServerRouter:
         effects = machine.step(event, now)
         if effects:
             self._emit(run, machine, effects)
-        self._note_deadline(run, machine)
+        self.note_deadline(run, machine)
 
-    def _note_deadline(self, run: int, machine: ServerMachine) -> None:
+    def note_deadline(self, run: int, machine: ServerMachine) -> None:
+        """Ask the machine of a run when it must be stepped."""
         due = machine.next_deadline()
         if run in self._machines:  # it was not given up meanwhile
             self._deadlines[run] = NEVER if due is None else due
