@@ -26,18 +26,20 @@ from kvd.node.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import (
+    DONE_NBYTES,
     PUSH_HEAD_NBYTES,
     PUSH_NBYTES,
     PUSH_TAIL_NBYTES,
     VALUES_NBYTES,
     PushNumbers,
+    done_header,
     numbers_of,
     push_numbers,
     values_header,
 )
-from kvd.protocol.messages import Epoch, PushBatch, Values
+from kvd.protocol.messages import Done, Epoch, PushBatch, Values
 from kvd.transport.base import OnMessage
-from kvd.transport.frames import INLINE, INLINE_BELOW_BYTES, PREFIX, prefix_of
+from kvd.transport.frames import INLINE, INLINE_BELOW_BYTES, MESSAGE, PREFIX, prefix_of
 from kvd.transport.host import HostTransport
 from kvd.transport.link import Link
 
@@ -45,6 +47,8 @@ MOST_WAITING = 16
 """Answers to one worker that wait for the next one: a worker that has many calls in flight can continue meanwhile."""
 
 MAX_LINKS = 1 << 12  # whose answers leave as frames; the others leave as messages
+
+_DONE_PREFIX = prefix_of(MESSAGE, 0, DONE_NBYTES)
 
 InRunAction: TypeAlias = Callable[[InRun], None]
 
@@ -85,10 +89,17 @@ class PushFrames:
         self._prefix = prefix_of(INLINE, 0, VALUES_NBYTES, nbytes)
         self._answers: list[bytes | memoryview] = []  # prefix, header and value of each that waits
 
-    def let_wait(self, header: bytes, value: Span) -> None:
-        """Let an answer wait for `send_answers`, if not too many wait already."""
+    def let_wait(self, header: bytes, value: Span | None) -> None:
+        """Let an answer wait for `send_answers`, if not too many wait already.
+
+        Args:
+            value: of `nbytes` bytes, behind a header of `VALUES_NBYTES`; None: the answer is a Done.
+        """
         answers = self._answers
-        answers += (self._prefix, header, memoryview(value.buffer)[value.offset : value.offset + value.nbytes])
+        if value is None:
+            answers += (_DONE_PREFIX, header, b"")
+        else:
+            answers += (self._prefix, header, memoryview(value.buffer)[value.offset : value.offset + value.nbytes])
         if len(answers) >= 3 * MOST_WAITING:
             self.send_answers()
 
@@ -130,7 +141,7 @@ class SmallPushes:
         self._deliver = deliver
         self._frames: dict[Peer, PushFrames] = {}  # of the links that are up, by their names
         self._answering: dict[PushFrames, None] = {}  # with answers that wait
-        self._deadline = math.inf  # by which the machine must be stepped, because of what came since `_leave`
+        self._deadline = math.inf  # by which the machines must be stepped, as records were sent last
 
     def take(self, peer: Peer, header: bytes, decoded: Decoded, payload: memoryview, principal: Principal) -> bool:
         """Take a push that came as a message. If it came over a link, the next one like it is taken as a frame.
@@ -153,7 +164,28 @@ class SmallPushes:
         try:
             is_taken = self._take(machine, decoded.run, peer, decoded.sender, numbers, payload, nbytes)
         finally:
-            self._leave()
+            self._stepper.leave(self._deadline)
+            self._deadline = math.inf
+        if self._answering:
+            self._send_answers()
+        return is_taken
+
+    def take_pull(self, peer: Peer, decoded: Decoded, principal: Principal) -> bool:
+        """Take a pull of a batch. False: it is to be delivered as a message."""
+        machine = self._router.machine_of(decoded.run)
+        if machine is None or principal is not HOLDER or not self._stepper.enter():
+            return False
+        try:
+            pull: Any = decoded.message
+            is_taken = machine.pull(peer, decoded.sender, pull)
+            if is_taken:
+                self._carry_out_all(machine, decoded.run)
+        except Exception as error:  # noqa: BLE001  as in `_take`
+            _report(error)
+            is_taken = True
+        finally:
+            self._stepper.leave(self._deadline)
+            self._deadline = math.inf
         if self._answering:
             self._send_answers()
         return is_taken
@@ -188,7 +220,8 @@ class SmallPushes:
                             break
                         at += 1
                 finally:
-                    self._leave()
+                    self._stepper.leave(self._deadline)
+                    self._deadline = math.inf
                 counters.received[PushBatch] += at - begun
                 counters.received_bytes += (at - begun) * nbytes
             if at < count:
@@ -196,10 +229,6 @@ class SmallPushes:
                 at += 1
         if self._answering:
             self._send_answers()
-
-    def _leave(self) -> None:
-        deadline, self._deadline = self._deadline, math.inf
-        self._stepper.leave(deadline)
 
     def _deliver_rest(self, frames: PushFrames, rest: bytes) -> None:
         """Deliver a frame as a message."""
@@ -220,17 +249,20 @@ class SmallPushes:
         try:
             if not machine.push(peer, sender, numbers, payload, nbytes):
                 return False
-            effects: Sequence[Any] = machine.take_effects()
-            if effects:
-                epoch = machine.epoch
-                while effects:
-                    effects = self._do(machine, run, epoch, effects)
-            if machine.records.has_new:
-                self._send_records(machine, run)
-        except Exception as error:  # a bug must not end the node; the worker asks again
-            event(logger, logging.ERROR, "a push could not be handled", error=repr(error))
-            logger.debug("the traceback of the error above", exc_info=error)
+            self._carry_out_all(machine, run)
+        except Exception as error:  # noqa: BLE001  a bug must not end the node; the worker asks again
+            _report(error)
         return True
+
+    def _carry_out_all(self, machine: ServerMachine, run: int) -> None:
+        """Carry out the effects of the machine, and of the updates among them."""
+        effects: Sequence[Any] = machine.take_effects()
+        if effects:
+            epoch = machine.epoch
+            while effects:
+                effects = self._do(machine, run, epoch, effects)
+        if machine.records.has_new:
+            self._send_records(machine, run)
 
     def _do(self, machine: ServerMachine, run: int, epoch: Epoch, effects: Sequence[Any]) -> Sequence[Any]:
         """Carry out effects of the machine. Return those of the updates that end here."""
@@ -252,12 +284,16 @@ class SmallPushes:
         effects = machine.take_records(self._stepper.now())
         self._carry_out(InRun(run, machine.epoch, self._router.of_run(run, machine, effects)))
         self._router.note_deadline(run, machine)
-        self._deadline = min(self._deadline, self._router.next_deadline() or math.inf)
+        self._deadline = self._router.next_deadline() or math.inf
 
     def _send(self, effect: Send, run: int, epoch: Epoch) -> None:
         """Let an answer with one value wait for the others to its worker; send any other message."""
         message, frames, payload = effect.message, self._frames.get(effect.peer), effect.payload
-        if (
+        if frames is not None and type(message) is Done:
+            self._counters.sent[Done] += 1
+            frames.let_wait(done_header(self._router.incarnation, epoch, run, message.request), None)
+            self._answering[frames] = None
+        elif (
             frames is not None
             and type(message) is Values
             and message.coding is None
@@ -274,6 +310,12 @@ class SmallPushes:
 
     def _send_answers(self) -> None:
         """Write the answers that wait."""
-        for frames in self._answering:
+        answering, self._answering = self._answering, {}
+        for frames in answering:
             frames.send_answers()
-        self._answering.clear()
+
+
+def _report(error: Exception) -> None:
+    """The log says that a push or pull could not be handled."""
+    event(logger, logging.ERROR, "a push could not be handled", error=repr(error))
+    logger.debug("the traceback of the error above", exc_info=error)

@@ -166,6 +166,7 @@ class ServerRole:
             counters,
         )
         driver.receiver.take_push = pushes.take
+        driver.receiver.take_pull = pushes.take_pull
         return self._driver
 
     def _wanted(self) -> Settings:

@@ -76,10 +76,10 @@ class Harness:
 
     Args:
         keeps_verdicts: otherwise each push is admitted as if it were the first.
-        by_frames: pushes and the ends of their jobs go to the machine as the shell gives them, without a step.
+        by_frames: pushes, pulls and the ends of jobs go to the machine as the shell gives them, without a step.
 
     Attributes:
-        pushed: the pushes that the machine took without a step.
+        pushed, pulled: the pushes and pulls that the machine took without a step.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Harness:
     ) -> None:
         self._keeps_verdicts = keeps_verdicts
         self._by_frames = by_frames
-        self.pushed = 0
+        self.pushed = self.pulled = 0
         self.settings = settings or cluster(workers)
         self.memory = ServerMemory(memory)
         told = ServerSettings(memory, fail, small_push_bytes=small)
@@ -140,6 +140,10 @@ class Harness:
         if isinstance(event, JobDone) and event.error is None:
             self.machine.end_job(event)
             return self.machine.take_effects()
+        if isinstance(event, Received) and isinstance(event.message, PullBatch) and event.principal is HOLDER:
+            is_taken = self.machine.pull(event.peer, event.sender, event.message)
+            self.pulled += is_taken
+            return self.machine.take_effects() if is_taken else None
         if not isinstance(event, Received) or not isinstance(event.message, PushBatch):
             return None
         numbers = push_numbers(event.message)

@@ -19,6 +19,7 @@ from kvd.core.server.verdicts import MAX_VERDICTS, Regime, Verdicts
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import (
+    ANY_CLOCK,
     ASSIGN,
     Attach,
     Capture,
@@ -27,6 +28,7 @@ from kvd.protocol.messages import (
     Epoch,
     HeartbeatAck,
     PathKind,
+    PullBatch,
     PushBatch,
     ReadSlices,
     SetOptimizer,
@@ -122,7 +124,7 @@ def test_a_verdict_is_about_one_connection_one_regime_and_one_optimizer() -> Non
     group, regime, leaving, verdicts = a_group(together(*KEYS))
 
     def found(sender: int = 7, peer: int = 7) -> bool:
-        return verdicts.find(group, sender, a_peer(peer)) is not None
+        return verdicts.find(a_peer(peer), sender, 0, group) is not None
 
     assert not found()
     verdicts.keep(group, 7, a_peer(7), 0)
@@ -321,6 +323,31 @@ def too_many_wait(run: Harness) -> Any:
     return [push(run, 0, 3), push(run, 0, 4), push(run, 1, 3)]
 
 
+def pulls_of_versions(run: Harness) -> Any:
+    """The newest one, the one before, one that is not kept, any, and one that is to come."""
+    asked = [[run.pull_batch(rank, clock) for rank in range(2)] for clock in (2, 1, 0, ANY_CLOCK, 3)]
+    return [asked, push(run, 0, 3), push(run, 1, 3)]
+
+
+def a_pull_repeated(run: Harness) -> Any:
+    """It waits, and is asked again, also over another connection; and once more when it was answered."""
+
+    def ask(**where: Any) -> list[Effect]:
+        return run.say(0, PullBatch(60, 1, 3), **where)
+
+    return [ask(), ask(), ask(peer=a_peer(77)), push(run, 0, 3), push(run, 1, 3), ask()]
+
+
+def a_pull_under_the_number_of_a_push(run: Harness) -> Any:
+    return [push(run, 0, 3, request=60), run.say(0, PullBatch(60, 1, 2)), push(run, 1, 3)]
+
+
+def pulls_that_wait_for_the_dead(run: Harness) -> Any:
+    lost = run.look(member("worker", 1, "dead", last_seen_s=3.0))
+    pushed = push(run, 0, 3)
+    return [lost, pushed, push(run, 0, 4), run.pull_batch(0, 3), run.pull_batch(0, 2)]
+
+
 ODD: list[Callable[[Harness], Any]] = [
     probe,
     broadcast,
@@ -348,6 +375,10 @@ ODD: list[Callable[[Harness], Any]] = [
     a_reader_waits_for_a_step,
     captured,
     the_update_fails,
+    pulls_of_versions,
+    a_pull_repeated,
+    a_pull_under_the_number_of_a_push,
+    pulls_that_wait_for_the_dead,
 ]
 
 
@@ -370,8 +401,10 @@ def test_pushes_that_come_as_frames_take_no_step() -> None:
     run = together(*KEYS, small=1 << 10, by_frames=True)
     for clock in (2, 3, 4):
         assert push(run, 0, clock, pull=True) == []
-        assert [message.versions for message in said(push(run, 1, clock, pull=True))] == [(clock,), (clock,)]
-    assert run.pushed == 6
+        assert {message.versions for message in said(push(run, 1, clock, pull=True))} == {(clock,)}
+        assert kinds(run.pull_batch(0, clock)) == ["Values"]
+        assert run.pull_batch(1, clock + 1) == []
+    assert (run.pushed, run.pulled) == (6, 6)
 
 
 def both(odd: Callable[[Harness], Any], **how: Any) -> Any:

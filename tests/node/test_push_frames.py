@@ -55,6 +55,16 @@ def in_flight(store: kvd.KVStore) -> None:
             assert (out == 2 * step + 1).all()
 
 
+def push_then_pull(store: kvd.KVStore) -> None:
+    """As programs for MXNet do."""
+    store.init("w", np.zeros(5, np.float32))
+    out = np.empty(5, np.float32)
+    for step in range(STEPS):
+        store.push("w", np.full(5, step + store.rank, np.float32))
+        store.pull("w", out)
+        assert (out == 2 * step + 1).all()
+
+
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The frames that were taken as such."""
@@ -70,7 +80,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def run(program: Callable[[kvd.KVStore], Any], **settings: Any) -> Sequence[Any]:
-    with LocalCluster(2, 1, lanes="auto", **settings) as cluster:
+    with LocalCluster(2, settings.get("replicas", 1), lanes="auto", **settings) as cluster:
         return cluster.run(program)
 
 
@@ -84,6 +94,35 @@ def sometimes(every: int, usual: Callable[..., Any], odd: Callable[..., Any]) ->
 def test_pushes_are_taken_as_frames(program: Any, frames: list[bytes]) -> None:
     run(program)
     assert len(frames) > STEPS
+
+
+@pytest.mark.parametrize("program", [train, in_flight])
+def test_with_a_backup_they_are_taken_as_frames_too(
+    program: Any, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = noted(monkeypatch, "push")
+    run(program, replicas=2)
+    assert len(frames) > STEPS
+    assert taken.count(True) > STEPS
+
+
+def test_a_push_and_the_pull_behind_it_take_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled = noted(monkeypatch, "pull")
+    run(push_then_pull)
+    assert pulled.count(True) > STEPS
+
+
+def noted(patch: pytest.MonkeyPatch, method: str) -> list[bool]:
+    """What a method of server machines returns."""
+    found: list[bool] = []
+    usual = getattr(ServerMachine, method)
+
+    def noting(*arguments: Any) -> bool:
+        found.append(usual(*arguments))
+        return found[-1]
+
+    patch.setattr(ServerMachine, method, noting)
+    return found
 
 
 def test_what_is_not_taken_is_delivered_as_a_message(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +187,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(
 
 
 def test_without_links_they_are_taken_as_messages(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    push = ServerMachine.push
-
-    def noting(*arguments: Any) -> bool:
-        taken.append(push(*arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(ServerMachine, "push", noting)
+    taken = noted(monkeypatch, "push")
     run(train, shared_memory="off", tcp_links="off")
     assert frames == []
     assert taken.count(True) > STEPS

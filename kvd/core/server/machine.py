@@ -82,6 +82,8 @@ from kvd.protocol.messages import (
     Epoch,
     ErrorCode,
     HeartbeatAck,
+    Hold,
+    HoldRows,
     Init,
     Leave,
     ListKeys,
@@ -112,7 +114,9 @@ from kvd.protocol.messages import (
 # What these ask for, or change, is spread over all slices that a server leads.
 ABOUT_ALL_SLICES = frozenset({Attach, Drop, TakeStep, SetOptimizer, UpdateOptimizer}) | OF_RESUMPTION
 # These change nothing that the admission of a push depends on, apart from the groups and batches that they are about.
-_KEEP_REGIME = frozenset({PushBatch, PullBatch, Push, Pull, PullRows, DeclareBatch, HeartbeatAck, Done, StatusQuery})
+_KEEP_REGIME = frozenset(
+    {PushBatch, PullBatch, Push, Pull, PullRows, DeclareBatch, HeartbeatAck, Hold, HoldRows, Done, StatusQuery}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +257,9 @@ class ServerMachine:
         )
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
         self._watch = RoundWatch(session.view, self.table, participants, keys, records, pushes.staleness)
-        pulls = Pulls(effects, attachments, targets, waiters, participants, disputes, use.ids_error)
+        self._pulls = pulls = Pulls(
+            effects, attachments, targets, verdicts, waiters, participants, disputes, use.ids_error
+        )
         shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
         handovers = Handovers(
             session, self.table, effects, records, control.held, elsewhere, replicas.is_handing_over, self._woken
@@ -413,13 +419,18 @@ class ServerMachine:
         readings, captures, late, _ = self._timed
         if readings.is_on or captures.is_on or late.is_on:
             return False
-        admitted = self._verdicts.of_batch(sender, push.batch, peer)
+        admitted = self._verdicts.find(peer, sender, push.batch)
         if admitted is None:
             return False
         group, verdict = admitted
         return nbytes == group.nbytes and self._pushes.take(
             group, verdict, sender, push, push.clock, 1, payload, nbytes
         )
+
+    def pull(self, peer: Peer, sender: int, pull: PullBatch) -> bool:
+        """The same for a pull of a batch."""
+        readings, captures, late, _ = self._timed
+        return not (readings.is_on or captures.is_on or late.is_on) and self._pulls.take(peer, sender, pull)
 
     def end_job(self, event: JobDone) -> None:
         """A job has ended."""

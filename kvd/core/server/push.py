@@ -211,7 +211,7 @@ class Pushes:
 
     def _take_batch(self, event: Received, push: PushBatch) -> bool:
         """Takes a push of a batch by a verdict that was kept. False: nothing was done."""
-        admitted = self._verdicts.of_batch(event.sender, push.batch, event.peer)
+        admitted = self._verdicts.find(event.peer, event.sender, push.batch)
         if admitted is None:
             return False
         group, verdict = admitted
@@ -230,10 +230,10 @@ class Pushes:
             and slice_.spec.num_rows(nbytes) is not None
         ):
             return False
-        verdict = self._verdicts.find(slice_.group, event.sender, event.peer)
-        if verdict is None or self._memory.row_error(slice_.key, slice_.spec, nbytes):
+        admitted = self._verdicts.find(event.peer, event.sender, 0, slice_.group)
+        if admitted is None or self._memory.row_error(slice_.key, slice_.spec, nbytes):
             return False
-        return self.take(slice_.group, verdict, event.sender, push, part.clock, push.samples, event.payload, nbytes)
+        return self.take(*admitted, event.sender, push, part.clock, push.samples, event.payload, nbytes)
 
     def take(
         self,

@@ -51,19 +51,23 @@ class Verdicts:
         self._batches = batches
         self._leaving = leaving
 
-    def of_batch(self, sender: int, batch: int, peer: Peer) -> tuple[FusedGroup, Verdict] | None:
-        """Return the group that the sender means by this batch, and the verdict on contributions to it, if there is one
-        that holds."""
-        declared = self._batches.of.get(sender)
-        known = None if declared is None else declared.get(batch)
-        if known is None or known.group is None:
-            return None
-        group = self._table.groups.get(known.group)
-        verdict = None if group is None else self.find(group, sender, peer)
-        return None if group is None or verdict is None else (group, verdict)
+    def find(
+        self, peer: Peer, sender: int, batch: int, group: FusedGroup | None = None
+    ) -> tuple[FusedGroup, Verdict] | None:
+        """Return a group and the verdict on contributions of the sender to it over this connection, if one holds.
 
-    def find(self, group: FusedGroup, sender: int, peer: Peer) -> Verdict | None:
-        """Return the verdict on contributions of the sender to the group over this connection, if it still holds."""
+        Args:
+            batch: number of the sender's batch, if its slices are one group.
+            group: the group, if no batch names it.
+        """
+        if group is None:
+            declared = self._batches.of.get(sender)
+            known = None if declared is None else declared.get(batch)
+            if known is None or known.group is None:
+                return None
+            group = self._table.groups.get(known.group)
+            if group is None:
+                return None
         verdict = group.verdicts.get(sender)
         if (
             verdict is None
@@ -73,7 +77,7 @@ class Verdicts:
             or (self._leaving and group.partition in self._leaving)
         ):
             return None
-        return verdict
+        return group, verdict
 
     def keep(self, group: FusedGroup, sender: int, peer: Peer, rank: int) -> None:
         """Keep the admission of a contribution to the group."""

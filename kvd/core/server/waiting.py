@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from kvd.core.machine import JobDone, ReadRows, Received, Send, Span, spans_of
+from kvd.core.machine import JobDone, Peer, ReadRows, Received, Send, Span, spans_of
 from kvd.core.refusals import code_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Waiting
@@ -83,12 +83,20 @@ class Waiters:
                 return
 
     def wait_for_round(self, pending: Pending, group: FusedGroup, rank: int, clock: int) -> bool:
-        """The same for a push to all of a group, whose round is open. False: the request is open already, or its peer
-        may open no more."""
+        """The same for a request about all of a group, whose round is open. False: the request is open already, or its
+        peer may open no more."""
         if not self.pending.open_new(pending):
             return False
         pending.spans, pending.versions = [()], [0]
         group.waiting.append(Waiting(pending, 0, rank, clock, None))
+        return True
+
+    def answer_newest(self, peer: Peer, sender: int, request: int, group: FusedGroup) -> bool:
+        """Answer a pull of all of a group with its newest version. False if the request is open already."""
+        if self.pending.find(sender, request) is not None:
+            return False
+        version = group.log.version
+        self._effects.emit(Send(peer, Values(request, (version,)), spans_of(group.log.current, group.nbytes)))
         return True
 
     def settle(self, group: FusedGroup) -> None:
