@@ -1,6 +1,7 @@
 """A node in virtual time: a real machine, whose steps and effects take the time that was measured for such.
 
-It plays `kvd.node.driver` for the machine, as `kvd.testing.shell` does under faults. Values have a size and no bytes.
+It plays `kvd.node.driver` for the machine, as `tests.simulator.shell` does under faults. Values have a size and no
+bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from kvd.core.machine import (
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import Epoch, View, ViewChange
 from kvd.protocol.specs import padded
-from kvd.testing.clock import VirtualClock
-from kvd.testing.shell import by_run
+from tests.simulator.clock import VirtualClock
+from tests.simulator.shell import by_run
 
 MOST_HELD = 16  # answers that wait for the next one to the same node, see `kvd.transport.holding`
 

@@ -14,9 +14,9 @@ from kvd.core.server.targets import TargetResolver
 from kvd.core.worker.deletions import Deletions as WorkerDeletions
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.push_window import PushWindow
-from kvd.testing.campaign import Campaign
-from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import LATE_COPIES
+from tests.simulator.campaign import Campaign
+from tests.simulator.mishaps import Mishaps
+from tests.simulator.network import LATE_COPIES
 
 SEEDS = 40
 COPIES = Campaign("deletions", mishaps=Mishaps(within_s=25.0), faults=LATE_COPIES)

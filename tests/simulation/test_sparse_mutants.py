@@ -17,8 +17,8 @@ from kvd.node import jobs
 from kvd.node.table_parts import TableParts
 from kvd.tables.copies import PartWriter
 from kvd.tables.stored_rows import RowPages
-from kvd.testing.sparse import SPARSE
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.sparse import SPARSE
 
 
 def what_is_left_over_is_lost(patch: pytest.MonkeyPatch) -> None:

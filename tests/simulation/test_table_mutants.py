@@ -17,8 +17,8 @@ from kvd.tables.duplicates import InOrder, firsts
 from kvd.tables.earlier_rows import EarlierRows
 from kvd.tables.part import TablePart
 from kvd.tables.table import Table
-from kvd.testing.campaign import CAMPAIGNS
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.campaign import CAMPAIGNS
 
 
 def the_newest_rows(patch: pytest.MonkeyPatch) -> None:
