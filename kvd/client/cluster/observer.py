@@ -30,7 +30,7 @@ from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KeyNotFound, KvdError, NotAllowed, RequestTimeout
 from kvd.protocol.messages import NO_RUN, Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
-from kvd.protocol.specs import ANY_ROW, DTYPES, KeySpec
+from kvd.protocol.specs import ANY_ROW, DTYPES, KeySpec, gradients_text
 
 SAME_VERSION_TRIES = 4
 VIEW_PAUSE_S = 0.005
@@ -203,6 +203,9 @@ class Observer:
         for name, spec in zip(names, specs, strict=True):
             if spec.table is not None:
                 raise table_error(named.written.get(name, name))
+            if spec.gradients:
+                self._known.clear()  # the key may be made again, for weights
+                raise NotAllowed(gradients_text(name), key=name)
         if out is None:
             targets = [fresh_target(spec) for spec in specs]
         else:
