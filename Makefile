@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They run side by side: with two threads each, NumPy's and torch's would wait for each other in loops.
 test quick test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test quick test-insecure test-integrations test-without-lanes lint reference bench soak clean
+.PHONY: demo test quick test-insecure test-integrations test-without-lanes lint docs bench soak clean
 
 $(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -53,15 +53,15 @@ test-insecure: $(DEV)
 test-without-lanes: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-lanes off $(CLUSTER_TESTS)
 
-lint: $(DEV) reference
+lint: $(DEV) docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=cli $(BIN)/lint-imports
 
-# The pages of the API, from the docstrings; a broken docstring or reference is an error.
-reference: $(DEV)
-	$(BIN)/python -m docs.reference.build build/reference
+# The site of the documentation, with the API reference; a broken link, docstring or reference is an error.
+docs: $(DEV)
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs . build/site
 
 # Recipes of the documentation for frameworks that are large to install.
 test-integrations: $(INTEGRATIONS)

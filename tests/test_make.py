@@ -68,9 +68,8 @@ class Checkout:
 
 VENV, BASE, DEV = "python -m venv --clear .venv", "install --quiet -e .", "install --quiet -e .[dev]"
 DEMO, TEST, QUICK = "kvd demo", "python -m tests.phases --workers 6", "python -m tests.phases --quick"
-LINT = [
-    "python -m docs.reference.build build/reference", "ruff format --check .", "ruff check .", "mypy ", "lint-imports ",
-]  # fmt: skip
+SITE = "python -m sphinx -q -W --keep-going -c docs . build/site"
+LINT = [SITE, "ruff format --check .", "ruff check .", "mypy ", "lint-imports "]
 
 
 @pytest.fixture

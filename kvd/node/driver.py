@@ -48,7 +48,9 @@ from kvd.core.machine import (
 )
 from kvd.errors import ConnectError, KvdError
 from kvd.node.background import Background
+from kvd.node.counters import Counters
 from kvd.node.decoding import CodedSlice
+from kvd.node.facts import ProcessFacts
 from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
@@ -80,6 +82,8 @@ class Driver:
         on_halt: called on the loop's thread when the machine cannot go on.
         on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
+        counters: of this process; None: they are read by nobody.
+        facts: of this process, for its status report; None: it is asked for none.
         holding: lets messages of a daemon wait for the next one to the same peer; None: they do not wait.
 
     Attributes:
@@ -102,6 +106,8 @@ class Driver:
         on_halt: Callable[[KvdError], None] | None = None,
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
+        counters: Counters | None = None,
+        facts: ProcessFacts | None = None,
         holding: Holding | None = None,
     ) -> None:
         self.machine = machine
@@ -110,10 +116,11 @@ class Driver:
         self._on_census = on_census
         self._on_halt = on_halt
         self._on_stop = on_stop
+        counters = counters or Counters()
         self.stepper = Stepper(machine, holding)
         self.feed: Callable[[Event], None] = self.stepper.feed
-        self.sender = MessageSender(machine, transport, self.stepper)
-        self.receiver = MessageReceiver(self.stepper, self.sender)
+        self.sender = MessageSender(machine, transport, self.stepper, counters, facts)
+        self.receiver = MessageReceiver(self.stepper, self.sender, counters)
         self.background = Background(self.stepper, new_runner, executor, persist, holding)
 
         self._actions = self._table_of_actions()

@@ -21,7 +21,9 @@ from kvd.core.requests import Depart
 from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
+from kvd.node.counters import Counters
 from kvd.node.driver import Driver
+from kvd.node.facts import ProcessFacts
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.jobs import JobRunner
 from kvd.node.keyring import Keyring
@@ -42,9 +44,9 @@ from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.curve import Curve
+from kvd.transport.finding import Finding
 from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
-from kvd.transport.probe import Finding
 from kvd.transport.reaching import UnknownNameError, with_zone
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -141,19 +143,28 @@ class ServerRole:
         )
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
+        counters = Counters()
         machine = ServerRouter(settings, self._session, config.scheduler, config.heartbeat_interval_s)
         self._driver = Driver(
             machine,
             transport,
-            new_runner=partial(JobRunner, allocate=partial(_memory_of_version, transport)),
+            new_runner=partial(JobRunner, allocate=partial(_memory_of_version, transport), counters=counters),
             executor=executor,
             on_halt=on_halt,
             on_stop=on_stop,
+            counters=counters,
+            facts=ProcessFacts(time.monotonic, config.common_settings(self.name)),
             holding=transport.holding,
         )
         driver = self._driver
         express = ServerExpress(
-            machine, transport, driver.stepper, driver.sender, driver.background.runner, driver.receiver.receive
+            machine,
+            transport,
+            driver.stepper,
+            driver.sender,
+            driver.background.runner,
+            driver.receiver.receive,
+            counters,
         )
         driver.receiver.take_push = express.take
         return self._driver

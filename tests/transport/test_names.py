@@ -13,7 +13,8 @@ import zmq
 
 from kvd.core.machine import SCHEDULER, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport.probe import Outcome, try_handshake
+from kvd.transport.finding import Outcome
+from kvd.transport.probe import try_handshake
 from kvd.transport.reaching import (
     UnknownNameError,
     connect_to_any,
