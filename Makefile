@@ -8,18 +8,18 @@ BASE := $(VENV)/.kvd-base
 DEV := $(VENV)/.kvd-dev
 INTEGRATIONS := $(VENV)/.kvd-integrations
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Tests often wait for a process or a timeout: with three workers two cores were idle for half of the time.
-WORKERS ?= 4
+# Tests often wait for a process or a timeout: with four workers two cores were idle for a third of the time.
+WORKERS ?= 6
 CLUSTER_TESTS := tests/cli tests/client tests/compat tests/conformance tests/docs tests/faults tests/fuzz tests/jax tests/node \
-	tests/observe tests/parallel tests/transport $(wildcard tests/test_*.py)
+	tests/observe tests/parallel tests/torch tests/transport $(wildcard tests/test_*.py)
 
 # Tests start hundreds of processes: each of them would compile all of kvd's modules anew, for half of its start-up time.
 unexport PYTHONDONTWRITEBYTECODE
 
 # They run side by side: with two threads each, NumPy's and torch's would wait for each other in loops.
-test test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
+test quick test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-insecure test-integrations test-without-lanes lint docs bench soak clean
+.PHONY: demo test quick test-insecure test-integrations test-without-lanes lint docs bench soak clean
 
 $(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -41,6 +41,10 @@ demo: $(BASE)
 # Three runs of pytest and one of coverage, each after the others whatever came of them. What failed stands at the end.
 test: $(DEV)
 	$(BIN)/python -m tests.phases --workers $(WORKERS)
+
+# Before each commit: formatting, lint, layers, types, and the tests that find most for their time.
+quick: $(DEV)
+	$(BIN)/python -m tests.phases --quick
 
 # What makes clusters, without keys; tests that are about keys have them.
 test-insecure: $(DEV)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from benchmarks.arguments import whole_numbers
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, PeerPath, Received, Send, Span
 from kvd.core.principals import HOLDER
-from kvd.core.scheduler.agreement import SchedulerSettings
+from kvd.core.scheduler.membership.agreement import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.session import Identity, RunKey, SchedulerSession
 from kvd.node.driver import Driver

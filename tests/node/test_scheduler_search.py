@@ -26,7 +26,7 @@ from kvd.node.roles import new_daemon
 from kvd.node.scheduler_search import KeyWait, Notices, no_answer, remedy
 from kvd.testing.cluster import LocalCluster, ThreadNode, wait_until
 from kvd.transport.curve import Curve
-from kvd.transport.probe import Finding, Outcome
+from kvd.transport.finding import Finding, Outcome
 from kvd.transport.reaching import UnknownNameError
 from tests.transport.names_harness import Names
 

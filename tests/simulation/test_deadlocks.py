@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.scheduler.deadlocks import Deadlocks
+from kvd.core.scheduler.barriers.deadlocks import Deadlocks
 from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.worker.looks import Looks, _Stamp
 from kvd.protocol.messages import Absent

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvd.core.scheduler.barriers import _Barrier
-from kvd.core.scheduler.roster import Roster
+from kvd.core.scheduler.barriers.barriers import _Barrier
+from kvd.core.scheduler.membership.roster import Roster
 from kvd.core.server.rounds import SliceLog
 from kvd.protocol.messages import MemberState
 from kvd.testing.absences import ELASTIC

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import Apply, Received
-from kvd.core.scheduler import partitions as partitions_module
-from kvd.core.scheduler.partitions import Entry, Servers
-from kvd.core.scheduler.record_check import RecordCheck
+from kvd.core.scheduler.placement import partitions as partitions_module
+from kvd.core.scheduler.placement.partitions import Entry, Servers
+from kvd.core.scheduler.runs.record import RecordCheck
 from kvd.core.server import handover as handover_module
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.giving_up import GivingUp

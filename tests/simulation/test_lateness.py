@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvd.core.scheduler.roster import Roster
+from kvd.core.scheduler.membership.roster import Roster
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.rounds import SliceLog
 from kvd.testing.absences import LATENESS

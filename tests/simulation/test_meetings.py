@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.core.requests import Depart, JoinCluster
-from kvd.core.scheduler.barriers import Barriers, Settled
+from kvd.core.scheduler.barriers.barriers import Barriers, Settled
 from kvd.errors import RequestTimeout
 from kvd.protocol.messages import Departure
 from kvd.testing.campaign import CAMPAIGNS, Campaign

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.core.machine import Received
 from kvd.core.scheduler.machine import SchedulerMachine
-from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
+from kvd.core.scheduler.membership.roster import MemberEvent, Roster, Seat
 from kvd.core.server.resume import Resumption
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.protocol.messages import MemberState

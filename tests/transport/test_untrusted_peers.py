@@ -16,7 +16,8 @@ from kvd.core.machine import PeerKind, ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport import host, link_listener
 from kvd.transport.link_sockets import unix_name
-from tests.transport.host_harness import Node, eventually, run, two_nodes
+from tests.transport.host_harness import Node, run, two_nodes
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 

@@ -11,8 +11,9 @@ from kvd.protocol.messages import PathKind
 from kvd.transport import waiting
 from kvd.transport.host import HostTransport
 from kvd.transport.waiting import Waiting
-from tests.transport.host_harness import Node, eventually, run
+from tests.transport.host_harness import Node, run
 from tests.transport.link_harness import spans
+from tests.waiting import eventually
 
 SERVER = ServerPeer(4711)
 

@@ -1,4 +1,4 @@
-"""Whether all workers wait for each other, so that none can ever go on. It is proved, not guessed.
+"""Reports of waits, and the proof of a deadlock: that all workers wait for each other, and none can ever go on.
 
 Workers report that they are blocked: all that they have asked is at the servers and waits there for pushes of others,
 or here at barriers or points; the threads of their programs wait for that; and nothing of theirs is under way. A report
@@ -18,12 +18,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.core.machine import Send
+from kvd.core.machine import Effect, LogEntry, Received, Send
 from kvd.core.membership import name_of
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import Roster, Seat
-from kvd.protocol.messages import MAX_ABSENT, MAX_STUCK_LINES, Epoch, MemberState, WaitNews, WaitReport
+from kvd.core.scheduler.barriers.rendezvous import Rendezvous
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import MAX_REASON_CHARS, Roster, Seat
+from kvd.protocol.messages import (
+    MAX_ABSENT,
+    MAX_ASKED_ABOUT,
+    MAX_ASKED_BARRIERS,
+    MAX_STUCK_LINES,
+    BarrierWait,
+    Epoch,
+    MemberState,
+    NodeFact,
+    NodeName,
+    WaitNews,
+    WaitReport,
+)
 
 MAX_LINE_CHARS = 300
 
@@ -52,10 +64,10 @@ class Deadlocks:
         first_check: no other start of a scheduler uses the numbers from this one on.
     """
 
-    def __init__(self, roster: Roster, liveness: Liveness, gatherings: Gatherings, first_check: int) -> None:
+    def __init__(self, roster: Roster, liveness: Liveness, rendezvous: Rendezvous, first_check: int) -> None:
         self._roster = roster
         self._liveness = liveness
-        self._gatherings = gatherings
+        self._rendezvous = rendezvous
         self._check = first_check
         self._reports: dict[int, _Blocked] = {}  # by rank
         self._proof: _Proof | None = None
@@ -102,7 +114,7 @@ class Deadlocks:
             return None
         nobody_waits_for = (MemberState.LEFT, MemberState.LOST)
         stays = [seats[rank] for rank in sorted(seats) if seats[rank].member.state not in nobody_waits_for]
-        waiting = self._gatherings.open()
+        waiting = self._rendezvous.open()
         for seat in stays:
             blocked = self._reports.get(seat.member.rank)
             if (
@@ -137,9 +149,50 @@ class Deadlocks:
         report = self._reports[seat.member.rank].report
         what = ", ".join(report.lines)
         if report.barriers:
-            entered = self._gatherings.open()
-            absent = {rank for name in report.barriers for rank in self._gatherings.absent(name, entered[name])}
+            entered = self._rendezvous.open()
+            absent = {rank for name in report.barriers for rank in self._rendezvous.absent(name, entered[name])}
             names = ", ".join(name_of("worker", rank) for rank in sorted(absent)[:MAX_ABSENT])
             what += f" (missing at the barrier: {names})"
         host = f", host {seat.host_name}" if seat.host_name else ""
         return f"{seat.name} (node {seat.member.node_id}{host}, pid {seat.pid}): {what}"[:MAX_LINE_CHARS]
+
+
+class WaitReports:
+    """Answers WaitReport: how the nodes are, who is missing where others wait, and whether all are stuck."""
+
+    def __init__(self, roster: Roster, liveness: Liveness, rendezvous: Rendezvous, incarnation: int) -> None:
+        self._roster = roster
+        self._liveness = liveness
+        self._rendezvous = rendezvous
+        self._deadlocks = Deadlocks(roster, liveness, rendezvous, incarnation)
+
+    def take(self, seat: Seat, event: Received, report: WaitReport, current: Epoch, now: float) -> list[Effect]:
+        """Answers a worker. `current` is the view that counts: no other is about to be announced."""
+        barriers = self._absent_at(seat)
+        absent = [NodeName("worker", rank) for wait in barriers for rank in wait.absent]
+        names = list(dict.fromkeys([*report.nodes, *absent]))[:MAX_ASKED_ABOUT]
+        facts = [fact for name in names if (fact := self._fact(*name, now)) is not None]
+        news = WaitNews(report.request, tuple(facts), barriers)
+        effects: list[Effect] = [Send(event.peer, news)]
+        were_stuck = self._deadlocks.lines
+        effects += self._deadlocks.take(seat, report, event.epoch, current)
+        lines = self._deadlocks.lines
+        if lines and lines != were_stuck:
+            effects.append(LogEntry("warning", "all workers wait for each other, and none can go on", {"waits": lines}))
+        return effects
+
+    def _fact(self, role: str, rank: int, now: float) -> NodeFact | None:
+        seat = next((seat for seat in self._roster.seats() if seat.place == (role, rank)), None)
+        if seat is None:
+            return None
+        ended = self._liveness.known_end(seat)[:MAX_REASON_CHARS]
+        return NodeFact(role, rank, seat.host_name, seat.pid, max(0.0, self._liveness.silence_s(seat, now)), ended)
+
+    def _absent_at(self, seat: Seat) -> tuple[BarrierWait, ...]:
+        """The barriers that the worker has entered, the point at which it waits, and who is missing there."""
+        waits = []
+        for name, entered in self._rendezvous.open().items():
+            absent = self._rendezvous.absent(name, entered)
+            if seat.member.rank in entered and absent:
+                waits.append(BarrierWait(name, tuple(absent[:MAX_ABSENT])))
+        return tuple(waits[:MAX_ASKED_BARRIERS])

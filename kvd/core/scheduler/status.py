@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from kvd.core.pseudonyms import pseudonym
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.partitions import Partitions
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.barriers.rendezvous import Rendezvous
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import Roster, Seat
+from kvd.core.scheduler.placement.partitions import Partitions
 from kvd.protocol.messages import LAST_SNAPSHOT
 
 MAX_DIGITS = 18
+_OF_SNAPSHOT = ("step", "at", "every")
 
 
 def run_report(
-    roster: Roster, liveness: Liveness, gatherings: Gatherings, partitions: Partitions, now: float
+    roster: Roster, liveness: Liveness, rendezvous: Rendezvous, partitions: Partitions, now: float
 ) -> dict[str, object]:
     """The nodes, where they meet, and with two replicas who leads what, as plain data ready for JSON."""
     shown: dict[str, object] = {
         "members": [_member(seat, liveness, now) for seat in sorted(roster.seats(), key=lambda seat: seat.place)],
         "missing": roster.missing(),
-        "barriers": gatherings.open(),
-        "barrier_waits": gatherings.describe(now),
-        "last_snapshot": _last_snapshot(gatherings),
+        "barriers": rendezvous.open(),
+        "barrier_waits": rendezvous.describe(now),
+        "last_snapshot": _last_snapshot(rendezvous),
     }
     return {**shown, "partitions": partitions.report()} if partitions.count else shown
 
 
-def _last_snapshot(gatherings: Gatherings) -> dict[str, object] | None:
-    """The last snapshot that the program has written: after how many steps, and when, in seconds since 1970."""
-    step, _, at = gatherings.barriers.said(LAST_SNAPSHOT, 0).text.partition(" ")
-    is_valid = all(number.isdecimal() and len(number) <= MAX_DIGITS for number in (step, at))
-    return {"step": int(step), "at": int(at)} if is_valid else None
+def _last_snapshot(rendezvous: Rendezvous) -> dict[str, object] | None:
+    """The last snapshot that the program has written: after how many steps, when, in seconds since 1970, and the steps
+    from one to the next, 0 without a schedule."""
+    said = rendezvous.barriers.said(LAST_SNAPSHOT, 0).text.split(" ")
+    if len(said) != len(_OF_SNAPSHOT) or not all(text.isdecimal() and len(text) <= MAX_DIGITS for text in said):
+        return None
+    return dict(zip(_OF_SNAPSHOT, map(int, said), strict=True))
 
 
 def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:

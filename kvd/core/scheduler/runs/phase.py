@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvd.core.scheduler.roster import LIVING, Roster
+from kvd.core.scheduler.membership.roster import LIVING, Roster
 from kvd.protocol.messages import MemberState, RunPhase
 
 IN_WORDS = {

@@ -1,4 +1,4 @@
-"""Who takes part in the rounds: workers that come back, that are late, or that wait at a point.
+"""Participation in the rounds: of workers that come back, that are late, or that wait at a point.
 
 Each method changes the state of a member as a message asks, and says what to answer. The rounds follow the view, so the
 caller publishes the change, and answers when that is saved.
@@ -6,15 +6,15 @@ caller publishes the change, and answers when that is saved.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, TypeAlias
 
 from kvd.core.machine import Received, Send
-from kvd.core.membership import in_words
-from kvd.core.scheduler.agreement import Agreement
-from kvd.core.scheduler.deaths import Log
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.lateness import Lateness
-from kvd.core.scheduler.roster import AFTER_A_LOSS, MemberEvent, Roster, Seat
+from kvd.core.membership import TAKING_PART, in_words
+from kvd.core.scheduler.barriers.rendezvous import Rendezvous
+from kvd.core.scheduler.membership.agreement import Agreement
+from kvd.core.scheduler.membership.deaths import Log
+from kvd.core.scheduler.membership.roster import AFTER_A_LOSS, MemberEvent, Roster, Seat
 from kvd.protocol.messages import (
     Done,
     Epoch,
@@ -23,11 +23,68 @@ from kvd.protocol.messages import (
     MemberState,
     NotYet,
     Refused,
+    Settings,
     StandBy,
     TakePart,
     Taking,
     Together,
 )
+
+LOG_INTERVAL_S = 10.0  # between two lines about one worker
+
+
+class Stragglers:
+    """Late workers: a quorum has pushed for a round, and waited for them long enough.
+
+    A late worker lives. The rounds go on without it until it takes part again, as they go on without one that was lost.
+    The view gives the reason, as long as it is back or returning; for one that was lost it gives none then.
+
+    Args:
+        settings: of the cluster: the quorum, and the time of grace.
+    """
+
+    def __init__(self, roster: Roster, settings: Settings) -> None:
+        self._roster = roster
+        self._quorum = settings.quorum
+        self._grace_s = settings.quorum_grace_s
+        self._logged_at: dict[int, float] = {}
+        self._unlogged: dict[int, int] = {}  # how often a rank was late since then
+
+    @property
+    def reason(self) -> str:
+        """What the view says of a late worker."""
+        return f"late: {self._quorum} or more others have waited for it for {self._grace_s:g} s"
+
+    def judge(self, ranks: Collection[int], known: Epoch, newest: Epoch) -> list[Seat]:
+        """The seats of those ranks that are late, if a quorum takes part without them.
+
+        A server must know the `newest` view. One that does not may speak of the time before a worker came, or came
+        back, and would throw it out for nothing that it has done since; it asks again when it knows more.
+
+        Args:
+            known: the view that the server knows.
+        """
+        if known != newest:
+            return []
+        late = [
+            seat
+            for seat in self._roster.seats()
+            if seat.member.role == "worker" and seat.member.rank in ranks and seat.member.state in TAKING_PART
+        ]
+        return late if self._roster.has_quorum_without([seat.member.rank for seat in late]) else []
+
+    def note(self, seat: Seat, now: float) -> str:
+        """The worker is late. Returns what to log; "" if there was a line about it not long ago."""
+        rank = seat.member.rank
+        logged_at = self._logged_at.get(rank)
+        if logged_at is not None and now < logged_at + LOG_INTERVAL_S:
+            self._unlogged[rank] = self._unlogged.get(rank, 0) + 1
+            return ""
+        self._logged_at[rank] = now
+        unlogged = self._unlogged.pop(rank, 0)
+        more = f", and was {unlogged} times more since the last line about it" if unlogged else ""
+        return f"{seat.name} is late: the rounds go on without it until its next step{more}"
+
 
 _WHAT_HAPPENS = {
     Taking.OUT: MemberEvent.STEPPED_OUT,
@@ -50,16 +107,16 @@ class Outcome(NamedTuple):
     answer: Answer | None
 
 
-class TakingPart:
+class Participation:
     """Lets workers into the rounds, and out of them."""
 
     def __init__(
-        self, roster: Roster, agreement: Agreement, gatherings: Gatherings, lateness: Lateness, log: Log
+        self, roster: Roster, agreement: Agreement, rendezvous: Rendezvous, stragglers: Stragglers, log: Log
     ) -> None:
         self._roster = roster
         self._agreement = agreement
-        self._gatherings = gatherings
-        self._lateness = lateness
+        self._rendezvous = rendezvous
+        self._stragglers = stragglers
         self._log = log
 
     # ── what workers and servers say ──
@@ -79,7 +136,7 @@ class TakingPart:
         if first is not None:
             text = f"{first} comes in first, as nobody takes part"
             return Outcome(False, Refused(message.request, ErrorCode.NOT_ALLOWED, text))
-        self._gatherings.points.withdraw(seat.member.rank)
+        self._rendezvous.points.withdraw(seat.member.rank)
         was_late = seat.is_late
         reason = seat.member.reason if was_late and message.taking is Taking.IN else ""
         has_changed = self._roster.transition(seat, _WHAT_HAPPENS[message.taking], reason)
@@ -92,10 +149,10 @@ class TakingPart:
         if seat.member.role != "server":
             text = f"{seat.name} cannot say who is late: servers do"
             return Outcome(False, Refused(message.request, ErrorCode.NOT_ALLOWED, text))
-        late = self._lateness.judge(message.ranks, known, newest)
+        late = self._stragglers.judge(message.ranks, known, newest)
         for worker in late:
-            self._roster.transition(worker, MemberEvent.LATE, self._lateness.reason)
-            line = self._lateness.note(worker, now)
+            self._roster.transition(worker, MemberEvent.LATE, self._stragglers.reason)
+            line = self._stragglers.note(worker, now)
             if line:
                 self._log("info", line, said_by=seat.name)
         return Outcome(bool(late), Done(message.request))
@@ -107,19 +164,19 @@ class TakingPart:
         if member.role != "worker" or member.state not in (MemberState.ACTIVE, MemberState.IDLE, *AFTER_A_LOSS):
             text = f"{seat.name} {in_words(member.state)}: it waits for nobody"
             return Outcome(False, Refused(message.request, ErrorCode.NOT_ALLOWED, text))
-        answer = self._gatherings.points.take(member.rank, member.incarnation, event.peer, message)
+        answer = self._rendezvous.points.take(member.rank, member.incarnation, event.peer, message)
         waits = answer is None and member.state is not MemberState.BACK
         is_idle_now = waits and self._roster.transition(seat, MemberEvent.IDLED)
         if is_idle_now:
             self._log("info", f"{seat.name} {in_words(seat.member.state)}", point=message.name)
-        return Outcome(is_idle_now or self._gatherings.has_points_to_settle(), answer)
+        return Outcome(is_idle_now or self._rendezvous.has_points_to_settle(), answer)
 
     # ── what follows ──
 
     def settle_points(self) -> list[Send]:
         """Releases the points to which all have come: all of them take part again from the same view on."""
         answers: list[Send] = []
-        for point in self._gatherings.settle_points():
+        for point in self._rendezvous.settle_points():
             if point.missing:
                 self._log("warning", f"nobody comes to the point {point.name!r} any more", missing=list(point.missing))
             for who in point.waiting if not point.missing else ():
@@ -132,7 +189,7 @@ class TakingPart:
     def is_back(self, seat: Seat) -> None:
         """A worker that was dead or lost was heard. It may stand at a point still."""
         self.returns_at_once(seat)
-        if self._gatherings.is_at_point(seat) and seat.member.state is MemberState.ACTIVE:
+        if self._rendezvous.is_at_point(seat) and seat.member.state is MemberState.ACTIVE:
             self._roster.transition(seat, MemberEvent.IDLED)
 
     def returns_at_once(self, seat: Seat) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvd.core.membership import in_words
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import AFTER_A_LOSS, MemberEvent, Roster, Seat
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import AFTER_A_LOSS, MemberEvent, Roster, Seat
 from kvd.protocol.messages import MemberState
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.membership.roster import Roster, Seat
+from kvd.core.scheduler.placement.partitions import Partitions
 from kvd.protocol.messages import MAX_QUIET, Quiet
 
 SECONDS_PER_MEMBER = 2e-3  # of time between two heartbeats: what one costs here is a small part of that
@@ -22,18 +23,18 @@ class Liveness:
     Changes nothing in the roster.
 
     Args:
-        is_alone: whether a server has values that no other one has, although each should have two copies. Silence is no
-            death then, which would help nobody: it may come back with all of them.
+        partitions: of the run. A silent server that holds the only copy of values is not declared dead: that would help
+            nobody, and it may come back with all of them.
     """
 
     def __init__(
         self,
         roster: Roster,
+        partitions: Partitions,
         heartbeat_interval_s: float,
         server_timeout_s: float,
         worker_timeout_s: float,
         now: float,
-        is_alone: Callable[[Seat], bool] = lambda seat: False,
     ) -> None:
         self._roster = roster
         self._interval_s = heartbeat_interval_s
@@ -46,7 +47,7 @@ class Liveness:
             self._by_silence[seat.member.role][seat.place] = None  # who is found not to live is taken out
         self._unheard = set(self._heard_at)  # places of a record: nobody was heard there since this start
         self._ended: dict[tuple[str, int], str] = {}  # how a process ended whose member is not declared dead yet
-        self._is_alone = is_alone
+        self._partitions = partitions
         self._spared: set[tuple[str, int]] = set()  # servers that are alone, and were silent for a whole timeout
         self._last_step = now
         return_by = now + worker_timeout_s
@@ -118,7 +119,7 @@ class Liveness:
 
     def spare(self, seat: Seat) -> bool:
         """Whether this overdue member is waited for from now on, until it is heard or is known to have ended."""
-        if self.known_end(seat) or not self._is_alone(seat):
+        if self.known_end(seat) or not self._partitions.is_alone(seat.member.incarnation):
             return False
         self._spared.add(seat.place)
         return True

@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeAlias
 
 from kvd.core.membership import name_of
-from kvd.core.scheduler.roster import Roster
+from kvd.core.scheduler.membership.roster import Roster
 from kvd.protocol.messages import BIGGEST, NO_RANK, NO_VIEW, Epoch, Limit, MemberState, Partition
 
 Incarnation: TypeAlias = Annotated[int, Limit(1, BIGGEST)]

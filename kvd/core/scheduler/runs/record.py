@@ -1,20 +1,25 @@
 """The scheduler's record: all that its successor needs, as plain data. What is read is checked like a peer's message.
 
 A wrong number would otherwise go into every view, and every node would refuse the views, for good.
+
+`Saving` has the changes that are not on stable storage yet. `RecordCheck` has the doubt whether the record that a
+scheduler restarts from is the newest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
-from kvd.core.scheduler.agreement import MERGES, MODES, NODES, size_problem
-from kvd.core.scheduler.barriers import MAX_NAMES, Barriers
-from kvd.core.scheduler.partitions import Entry, Holder, Incarnation
-from kvd.core.scheduler.points import MAX_POINTS, NOT_KNOWN, Points
-from kvd.core.scheduler.roster import AS_FOUND, MAX_REPLACED, Seat
-from kvd.core.scheduler.views import MOST_TOLD
+from kvd.core.machine import Persist, Received
+from kvd.core.membership import name_of
+from kvd.core.scheduler.barriers.barriers import MAX_NAMES, Barriers
+from kvd.core.scheduler.barriers.points import MAX_POINTS, NOT_KNOWN, Points
+from kvd.core.scheduler.membership.agreement import MERGES, MODES, NODES, size_problem
+from kvd.core.scheduler.membership.roster import AS_FOUND, MAX_REPLACED, Seat
+from kvd.core.scheduler.membership.views import MOST_TOLD
+from kvd.core.scheduler.placement.partitions import Entry, Holder, Incarnation
 from kvd.errors import ProtocolError
 from kvd.protocol.codec import check_for
 from kvd.protocol.messages import (
@@ -54,7 +59,7 @@ _LATEST = check_for(Annotated[tuple[Incarnation, ...], Limit(0, MAX_MEMBERS)])
 _STATE = Member._fields.index("state")  # a record has its value
 _WITHOUT_NOTES = 3  # fields of a barrier in the record of an earlier kvd
 
-Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.partitions.Partitions.saved
+Partitions: TypeAlias = Sequence[tuple[Entry, Epoch]]  # see kvd.core.scheduler.placement.partitions.Partitions.saved
 _HOLDER = tuple[Number, Incarnation]
 _ENTRY = tuple[_HOLDER, _HOLDER | None, _HOLDER | None, Incarnation, _HOLDER | None]
 _WITHOUT_SUCCESSOR = 4  # fields of a partition in the record of an earlier kvd
@@ -270,3 +275,116 @@ def _list(value: object, most: int) -> list[Any]:
 def _check_once(what: str, values: Collection[object]) -> None:
     if len(set(values)) != len(values):
         raise ValueError(f"{what} is there twice")
+
+
+MAX_UNDER_WAY = 256  # records that may be told of one by one: the shell saves only the newest of those that wait
+
+
+class Saving:
+    """The changes of all runs that are not on stable storage yet.
+
+    One record has all runs: one Persist may save several changes.
+
+    Attributes:
+        problem: why records cannot be saved; "" if they can.
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self._changed: dict[int, int] = {}  # by run: the newest token of its machine, not yet in a record
+        self._under_way: dict[int, dict[int, int]] = {}  # by the token of a Persist: the changes that it saves
+        self._last_token = 0
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._changed)
+
+    def changed(self, run: int, token: int) -> None:
+        """The machine of this run waits until its record is saved; `token` is its own."""
+        self._changed[run] = token
+
+    def begin(self, record: Mapping[str, object]) -> Persist:
+        """Saves this record, which has all changes so far."""
+        self._last_token += 1
+        self._under_way[self._last_token], self._changed = self._changed, {}
+        if len(self._under_way) > MAX_UNDER_WAY:
+            first, second, *_ = self._under_way
+            self._under_way[second] = self._under_way.pop(first) | self._under_way[second]
+        return Persist(self._last_token, record)
+
+    def saved(self, token: int) -> dict[int, int]:
+        """The record with this token is saved, and so is what came before. By run: the newest token of its machine."""
+        self.problem = ""
+        newest: dict[int, int] = {}
+        for earlier in [earlier for earlier in self._under_way if earlier <= token]:
+            newest.update(self._under_way.pop(earlier))
+        return newest
+
+    def failed(self, why: str) -> None:
+        """Records cannot be saved, until one is."""
+        self.problem = why
+
+
+class RecordCheck:
+    """Check of the record that a scheduler restarts from: it may have been put back from an earlier time.
+
+    Every view is recorded before it is announced. A node that knows a later view than the record therefore proves that
+    the record is too old, and the scheduler then asks its nodes, as if there were no record.
+
+    Until every server of the record was heard, or is overdue since this start, the record is only a claim. The
+    scheduler acknowledges heartbeats and does nothing else: no view is announced, nobody joins, no death counts, no
+    barrier is settled. Pushes and pulls continue with the views that the nodes have.
+
+    Args:
+        recorded: the newest view of the record.
+        began: the first view of this scheduler.
+        servers: ranks of the servers in the record.
+        timeout_s: seconds until a silent server is overdue.
+    """
+
+    def __init__(self, recorded: Epoch, began: Epoch, servers: Iterable[int], timeout_s: float, now: float) -> None:
+        self.began = began
+        self._recorded = recorded
+        self._awaited = set(servers)
+        self._timeout_s = timeout_s
+        self._until = now + timeout_s
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a server of the record has yet to be heard."""
+        return bool(self._awaited)
+
+    def text(self) -> str:
+        """The reason why nobody can join yet."""
+        names = ", ".join(name_of("server", rank) for rank in sorted(self._awaited))
+        return f"waiting to hear from {names}: the record of this scheduler may be too old"
+
+    def next_deadline(self) -> float | None:
+        """When the silent servers are overdue; None if all were heard."""
+        return self._until if self._awaited else None
+
+    def heard(self, rank: int | None) -> None:
+        """Record that a process with this server's place was heard."""
+        self._awaited.discard(-1 if rank is None else rank)
+
+    def start_over(self, now: float) -> None:
+        """Give every server a full timeout: this scheduler was paused."""
+        self._until = now + self._timeout_s
+
+    def expire(self, now: float) -> None:
+        """Stop waiting for servers that are overdue."""
+        if now >= self._until:
+            self._awaited.clear()
+
+    def is_news(self, event: Received) -> bool:
+        """Return whether the sender knows a view of an earlier scheduler that is later than the record."""
+        return self._recorded < event.epoch < self.began or (self.is_open and event.epoch > self._recorded)
+
+    def is_refuted(self, event: Received, role: str) -> bool:
+        """Return whether the sender, which has a seat or may join in this role, proves that the record is too old."""
+        return self.is_news(event) and event.epoch.generation <= MOST_TOLD.get(role, 0)
+
+    def give_up(self) -> None:
+        """Nothing counts any more of what the record says: the nodes are asked."""
+        self._recorded = self.began
+        self._awaited.clear()

@@ -1,4 +1,4 @@
-"""Which seat a node that joins gets, or why it gets none."""
+"""Assignment of ranks to nodes that join."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from kvd.core.machine import Received
 from kvd.core.principals import key_text
-from kvd.core.scheduler.agreement import Agreement
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import Roster, Seat
+from kvd.core.scheduler.membership.agreement import Agreement
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import Roster, Seat
 from kvd.protocol.messages import NO_VIEW, ErrorCode, Join, Refused
 
 
@@ -25,7 +25,7 @@ class Seated(NamedTuple):
     replaced: Seat | None = None
 
 
-class Seating:
+class RankAssignment:
     """Gives the seats of a roster to nodes that agree with the settings."""
 
     def __init__(self, agreement: Agreement, roster: Roster, liveness: Liveness) -> None:
