@@ -87,7 +87,7 @@ class MetricsPage:
         self, config: Config, role: str, reports: Callable[[], Mapping[str, bytes]], is_ready: Callable[[], bool]
     ) -> None:
         if find_spec("prometheus_client") is None:
-            text = "metrics_bind needs prometheus-client: pip install 'kvd-ps[metrics]', or leave metrics_bind empty"
+            text = "metrics_bind needs prometheus-client: pip install prometheus-client, or leave metrics_bind empty"
             raise ConfigError(text, setting="metrics_bind")
         self._bind = config.metrics_bind
         self._token = _token_in(Path(config.metrics_token_file)) if config.metrics_token_file else b""

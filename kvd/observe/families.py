@@ -147,6 +147,15 @@ def _snapshot(name: str) -> Callable[[Seen], Iterable[Sample]]:
     return _of_jobs(lambda report: None if report["last_snapshot"] is None else report["last_snapshot"][name])
 
 
+def _snapshot_interval(seen: Seen) -> Iterable[Sample]:
+    """In asynchronous jobs, `kvd_step` counts updates, which are no steps of the program."""
+    return [
+        ((job,), 0.0 if report["settings"]["mode"] == "async" else report["last_snapshot"]["every"])
+        for job, report in sorted(seen.jobs.items())
+        if report["last_snapshot"] is not None
+    ]
+
+
 def _oldest_round(report: Report) -> float:
     return max((float(entry["age_s"]) for entry in report["open_rounds"]), default=0.0)
 
@@ -232,8 +241,9 @@ FAMILIES: Final = (
     ),
     Family("kvd_snapshot_step", "gauge", "Step of that snapshot.", ("kvd_job",), _SCHEDULER, _snapshot("step")),
     Family(
-        "kvd_snapshot_interval_steps", "gauge", "Steps from one to the next; 0: no schedule.", ("kvd_job",), _SCHEDULER,
-        _snapshot("every"),
+        "kvd_snapshot_interval_steps", "gauge", "Steps from one to the next; 0: no schedule, or asynchronous.",
+        ("kvd_job",), _SCHEDULER,
+        _snapshot_interval,
     ),
     Family(
         "kvd_state_unsaved", "gauge", "1 while the scheduler cannot save its state.", (), _SCHEDULER,
