@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -16,11 +16,13 @@ from kvd.errors import ConfigError, KvdError
 from kvd.node.driver import Driver
 from kvd.node.exit_codes import ExitCode, exit_code_of
 from kvd.node.keyring import Keyring
+from kvd.node.metrics_page import MetricsPage
 from kvd.node.parent import without_ignored
 from kvd.node.ready_file import ReadyFile
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.observe.systemd import Notifier
+from kvd.protocol.messages import NO_RUN
 from kvd.transport.host import HostTransport
 from kvd.transport.link_listener import TcpLinks
 
@@ -69,6 +71,9 @@ class DaemonRole(Protocol):
     def say_goodbye(self) -> None:
         """Tell the cluster that this node is leaving."""
 
+    def jobs(self) -> dict[str, int]:
+        """The runs that are under way, by the name of their job."""
+
     def close(self) -> None:
         """Give back what the role has opened. Its machine has stopped."""
 
@@ -82,6 +87,7 @@ class Daemon:
     Attributes:
         address: where it listens, once it does.
         transport: its connections, from then on.
+        metrics_url: of its metrics; "" if it has none.
 
     Raises:
         ConfigError: the settings do not suit the role.
@@ -91,6 +97,7 @@ class Daemon:
 
     def __init__(self, config: Config, role: DaemonRole) -> None:
         self.address = ""
+        self.metrics_url = ""
         self._config = config
         self._role = role
         self._keyring: Keyring | None = None  # None while it is waited for
@@ -101,6 +108,8 @@ class Daemon:
         self._driver: Driver | None = None
         self._ended: asyncio.Future[int] | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._is_ready = False
+        self._metrics: MetricsPage | None = None
 
     @property
     def machine(self) -> Machine | None:
@@ -139,6 +148,8 @@ class Daemon:
                 address, self.transport, self._executor, self._halted, partial(self.end, ExitCode.OK)
             )
             self._driver.start()
+            if self._config.metrics_bind:
+                background.append(loop.create_task(await self._open_metrics()))
             self.address = address
             background += [loop.create_task(self._feed_watchdog()), loop.create_task(self._announce(address, ready))]
             background += self._role.tasks(watch)
@@ -151,6 +162,8 @@ class Daemon:
             for task in (*background, *([] if self._leaving is None else [self._leaving])):
                 task.cancel()
             watch.close()
+            if self._metrics is not None:
+                self._metrics.close()
             if self._driver is not None:
                 self._driver.stop()
             elif self._keyring is not None:
@@ -169,6 +182,20 @@ class Daemon:
             memory_limit_bytes=config.memory_bound_bytes(),
             copies_parts=True,
         )
+
+    async def _open_metrics(self) -> Coroutine[Any, Any, None]:
+        """Open the page of the metrics, and return what runs beside it."""
+        page = MetricsPage(self._config, self._role.name, self._reports, lambda: self._is_ready)
+        self._metrics = page
+        self.metrics_url = await page.start()
+        event(logger, logging.INFO, f"metrics at {self.metrics_url}")
+        return page.run()
+
+    def _reports(self) -> dict[str, bytes]:
+        """The status report of each job that is under way, by name, and that of none as ""."""
+        assert self._driver is not None
+        runs = {"": NO_RUN, **self._role.jobs()}
+        return {job: self._driver.sender.status(run) for job, run in runs.items()}
 
     def end(self, code: int, why: str) -> None:
         """End the daemon with this exit code."""
@@ -222,6 +249,7 @@ class Daemon:
     async def _announce(self, address: str, ready: ReadyFile | None) -> None:
         """Tell those who wait for the daemon that it is ready, and where it listens."""
         await self._role.until_ready()
+        self._is_ready = True
         while ready is not None:
             if ready.write(address):
                 break

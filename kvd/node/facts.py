@@ -46,5 +46,5 @@ class ProcessFacts:
             "files_open": files_open,
             "files_limit": files_limit,
             "memory_resident_bytes": resident_bytes,
-            "settings": self._settings,
+            "process_settings": self._settings,
         }

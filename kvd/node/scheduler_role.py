@@ -117,6 +117,10 @@ class SchedulerRole:
     def say_goodbye(self) -> None:
         """Nobody to tell: the nodes continue without a scheduler, and join the next one."""
 
+    def jobs(self) -> dict[str, int]:
+        """The runs that are under way, by the name of their job."""
+        return {} if self._machine is None else {slot.job: slot.run for slot in self._machine.runs if not slot.is_over}
+
     def close(self) -> None:
         """Close the state file."""
         if self._state is not None:

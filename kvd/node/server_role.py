@@ -204,6 +204,11 @@ class ServerRole:
         if self._driver is not None:
             self._driver.feed(LocalCall(1, Depart(Departure.LEFT), 0.0))
 
+    def jobs(self) -> dict[str, int]:
+        """The runs that are under way, by the name of their job."""
+        machine = None if self._driver is None else self._driver.machine
+        return machine.live_runs() if isinstance(machine, ServerRouter) else {}
+
     def close(self) -> None:
         """Nothing of its own is open."""
 
