@@ -41,7 +41,7 @@ from kvd.protocol.specs import padded
 from kvd.testing.clock import VirtualClock
 from kvd.testing.shell import by_run
 
-MOST_HELD = 16  # answers that wait for the next one to the same node, see `kvd.transport.holding`
+MOST_HELD = 16  # answers that wait for the next one to the same node, see `kvd.transport.links.write_coalescing`
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class Node:
     # ── messages out ──
 
     def _send(self, effect: Send, run: int, epoch: Epoch) -> Iterator[Work]:
-        """Answers without a payload wait for the next one to the same node, as in `kvd.transport.holding`."""
+        """Answers without a payload wait for the next one to the same node: see `kvd.transport.links.write_coalescing`."""
         if self.program is None and not effect.payload:
             self._held.setdefault(effect.peer, []).append((effect, run, epoch))
             if len(self._held) >= MOST_HELD:

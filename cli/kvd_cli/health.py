@@ -8,7 +8,7 @@ from typing import Final
 
 from kvd.core.machine import BEING_OPENED
 from kvd.protocol.messages import PathKind
-from kvd.transport.sealing import reason_over_tcp, remedy_for
+from kvd.transport.links.sealing import reason_over_tcp, remedy_for
 from kvd_cli.copies import (
     Partition,
     Report,

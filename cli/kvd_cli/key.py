@@ -106,7 +106,7 @@ def _check_same(path: Path, imported: NodeKey) -> None:
         ConfigError: it contains another one, or cannot be used.
     """
     from kvd.node.keyfiles import read_key
-    from kvd.transport.curve import fingerprint
+    from kvd.transport.zmq.curve import fingerprint
 
     there = read_key(path)
     if there.keypair != imported.keypair:

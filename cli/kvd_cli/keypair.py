@@ -78,7 +78,7 @@ def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ..
 def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
     """The public key of the scheduler; "" for the key of the scheduler itself."""
     from kvd.node.keyring import key_source
-    from kvd.transport.curve import is_key
+    from kvd.transport.zmq.curve import is_key
 
     if given is not None:
         return given if is_key(given) else _in_file(Path(given))

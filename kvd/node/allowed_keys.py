@@ -18,7 +18,7 @@ from typing import Any, Final
 from kvd.core.principals import KeyRole, Principal
 from kvd.errors import ConfigError
 from kvd.files import open_file
-from kvd.transport.curve import is_key
+from kvd.transport.zmq.curve import is_key
 
 MAX_FILE_BYTES: Final = 1 << 20
 MAX_KEYS: Final = 4096

@@ -11,7 +11,7 @@ from kvd.errors import NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.records import RecordSaver
 from kvd.node.threads import Stepper
-from kvd.transport.holding import Holding
+from kvd.transport.links.write_coalescing import Holding
 
 FEW_IDS_NBYTES = 16 << 10
 """Of a read of rows that is over soon: what waits to be sent waits for it."""

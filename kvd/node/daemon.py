@@ -22,7 +22,7 @@ from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.observe.systemd import Notifier
 from kvd.transport.host import HostTransport
-from kvd.transport.link_listener import TcpLinks
+from kvd.transport.links.listener import TcpLinks
 
 READY_RETRY_S = 0.2  # while no descriptor is left
 LEAVE_LIMIT_S = 8.0  # less than kvd launch and systemd give a process to end

@@ -57,7 +57,7 @@ from kvd.node.threads import Stepper, report_failed_effect
 from kvd.node.whole_buffers import scatter
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
-from kvd.transport.holding import Holding
+from kvd.transport.links.write_coalescing import Holding
 
 _JOBS = frozenset(
     {Create, Apply, ReadRows, ListRows, ReadPart, KeepRows, ReadStored, LoadRows, Export, Checksums, Load, Run}

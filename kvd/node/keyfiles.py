@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from kvd.errors import ConfigError
-from kvd.transport.curve import Keypair, is_key, new_keypair, public_key_of
+from kvd.transport.zmq.curve import Keypair, is_key, new_keypair, public_key_of
 
 MAX_FILE_BYTES: Final = 4096
 MOST_LINKS: Final = 40  # as the kernel follows

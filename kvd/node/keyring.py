@@ -16,7 +16,7 @@ from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ConfigError
 from kvd.node.allowed_keys import AllowedKeys
 from kvd.node.keyfiles import KeyKind, NodeKey, new_cluster_key, read_key, write_key
-from kvd.transport.curve import Curve
+from kvd.transport.zmq.curve import Curve
 
 CREDENTIAL: Final = "kvd.key"
 """The name of systemd's credential: ``LoadCredential=kvd.key:/etc/kvd/cluster.key``."""

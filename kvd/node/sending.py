@@ -28,7 +28,7 @@ from kvd.protocol.messages import (
 )
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import Transport
-from kvd.transport.leases import payload_nbytes
+from kvd.transport.memory.leases import payload_nbytes
 from kvd.version import __version__
 
 STATUS_PAUSE = 10  # times what it took to make a report, until another one is made

@@ -38,9 +38,9 @@ from kvd.protocol.fixed import (
 )
 from kvd.protocol.messages import Done, Epoch, PushBatch, Values
 from kvd.transport.base import OnMessage
-from kvd.transport.frames import INLINE, INLINE_BELOW_BYTES, PREFIX, prefix_of
 from kvd.transport.host import HostTransport
-from kvd.transport.link import Link
+from kvd.transport.links.frames import INLINE, INLINE_BELOW_BYTES, PREFIX, prefix_of
+from kvd.transport.links.link import Link
 
 MOST_WAITING = 16
 """Answers to one worker that wait for the next one: a worker that has many calls under way can go on meanwhile."""

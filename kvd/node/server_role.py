@@ -41,11 +41,11 @@ from kvd.node.server_express import ServerExpress
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
-from kvd.transport.curve import Curve
-from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
-from kvd.transport.probe import Finding
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
 from kvd.transport.reaching import UnknownNameError, with_zone
+from kvd.transport.zmq.curve import Curve
+from kvd.transport.zmq.probe import Finding
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

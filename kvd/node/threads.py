@@ -31,7 +31,7 @@ the program's thread steps the machine, sends, and reads the answer itself. Thre
    its effects, and those of every later step, are deferred until the loop has carried them out.
 3. The links are read by the loop or by one waiting thread, never by both. The waiting thread pauses the loop's reading
    with one system call, and resumes it when it stops waiting, whatever the reason; between calls of the express way the
-   loop stays paused, until a message leaves that may be answered, or for a moment (`kvd.transport.loop_pause`).
+   loop stays paused, until a message leaves that may be answered, or for a moment (`kvd.transport.links.loop_pause`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ from kvd.core.machine import (
 from kvd.errors import KvdError
 from kvd.node.timer import DeadlineTimer
 from kvd.observe.log import event
-from kvd.transport.expected import ExpectedFrame
-from kvd.transport.holding import Holding
 from kvd.transport.host import HostTransport
-from kvd.transport.link import Link
+from kvd.transport.links.expected import ExpectedFrame
+from kvd.transport.links.link import Link
+from kvd.transport.links.write_coalescing import Holding
 
 FAILED_TICK_PAUSE_S = 1.0
 LONGEST_POLL_S = 60.0

@@ -33,7 +33,7 @@ from kvd.node import records
 from kvd.node.background import FEW_IDS_NBYTES
 from kvd.node.jobs import JobRunner
 from kvd.protocol.messages import NO_RUN, Done, Epoch
-from kvd.transport.holding import Holding
+from kvd.transport.links.write_coalescing import Holding
 from tests.node.driver_harness import DriverHarness, call, run, until
 
 

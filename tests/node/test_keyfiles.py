@@ -26,7 +26,7 @@ from kvd.node.keyfiles import (
     read_key,
     write_key,
 )
-from kvd.transport.curve import new_keypair
+from kvd.transport.zmq.curve import new_keypair
 
 CLUSTER = new_cluster_key()
 NODE = new_node_key("trainer-a", CLUSTER.keypair.public)

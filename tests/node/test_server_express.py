@@ -21,8 +21,8 @@ from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import PUSH_NBYTES, values_header
 from kvd.protocol.messages import ADD, Epoch, PushBatch
 from kvd.testing.cluster import LocalCluster
-from kvd.transport.frames import INLINE, prefix_of
-from kvd.transport.link import Link
+from kvd.transport.links.frames import INLINE, prefix_of
+from kvd.transport.links.link import Link
 
 STEPS = 24
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.transport import host
-from kvd.transport.zmq import prepare_sending_without_copies
+from kvd.transport.zmq.transport import prepare_sending_without_copies
 from tests.transport.link_harness import memory_in_use
 
 

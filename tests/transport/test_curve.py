@@ -12,9 +12,9 @@ import pytest
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import HOLDER, KeyRole, Principal
 from kvd.errors import ConnectError
-from kvd.transport.curve import Admit, Curve, Keypair, is_key, new_keypair, public_key_of
-from kvd.transport.probe import Outcome, try_handshake
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.zmq.curve import Admit, Curve, Keypair, is_key, new_keypair, public_key_of
+from kvd.transport.zmq.probe import Outcome, try_handshake
+from kvd.transport.zmq.transport import ZmqTransport
 
 DEADLINE_S = 30.0
 ADDRESSES = ["tcp://127.0.0.1:0", "tcp://[::1]:0", "ipc://@kvd-test-curve"]

@@ -13,7 +13,6 @@ import zmq
 
 from kvd.core.machine import SCHEDULER, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport.probe import Outcome, try_handshake
 from kvd.transport.reaching import (
     UnknownNameError,
     connect_to_any,
@@ -22,6 +21,7 @@ from kvd.transport.reaching import (
     with_zone,
     zone_of,
 )
+from kvd.transport.zmq.probe import Outcome, try_handshake
 from tests.transport.host_harness import run
 from tests.transport.names_harness import Names
 from tests.transport.tcp_harness import tcp_node

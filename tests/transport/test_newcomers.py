@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.transport import newcomers as limits
-from kvd.transport.newcomers import ANYWHERE, SUSPICIOUS, THIS_HOST, UNPROVEN_LIMIT, Newcomers, Place, place_of
+from kvd.transport.limits import connection_rate_limit as limits
+from kvd.transport.limits.connection_rate_limit import (
+    ANYWHERE,
+    SUSPICIOUS,
+    THIS_HOST,
+    UNPROVEN_LIMIT,
+    Newcomers,
+    Place,
+    place_of,
+)
 
 HERE, THERE = place_of("192.0.2.1"), place_of("192.0.2.2")
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kvd.transport.process_memory import Heap, ProcessMemory
-from kvd.transport.unused_memory import FEW_LOOKS, LOOK_S, MOST_LOOKS, UnusedMemory
+from kvd.transport.limits.process_memory import Heap, ProcessMemory
+from kvd.transport.limits.unused_memory import FEW_LOOKS, LOOK_S, MOST_LOOKS, UnusedMemory
 
 MIB = 1 << 20
 
@@ -145,7 +145,7 @@ def test_after_a_peer_was_cut_off_nobody_waits(process: Process) -> None:
 
 FREED = """
 from kvd.node.memory import keep_freed_memory, share_one_pool
-from kvd.transport.process_memory import ProcessMemory
+from kvd.transport.limits.process_memory import ProcessMemory
 import threading
 {setup}
 memory = ProcessMemory()

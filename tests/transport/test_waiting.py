@@ -8,9 +8,9 @@ import pytest
 
 from kvd.core.machine import PeerPath, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport import waiting
 from kvd.transport.host import HostTransport
-from kvd.transport.waiting import Waiting
+from kvd.transport.links import waiting
+from kvd.transport.links.waiting import Waiting
 from tests.transport.host_harness import Node, eventually, run
 from tests.transport.link_harness import spans
 
@@ -95,7 +95,7 @@ def test_messages_sent_at_once_arrive_in_order_and_say_how_they_travel(shared_me
 
 
 def test_a_server_that_answers_nothing_is_reached_over_zmq_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.transport.link_seeker.ANSWER_WITHIN_S", 0.3)
+    monkeypatch.setattr("kvd.transport.links.connector.ANSWER_WITHIN_S", 0.3)
 
     async def main() -> None:
         client = Node()

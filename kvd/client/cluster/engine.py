@@ -43,9 +43,9 @@ from kvd.node.memory import keep_freed_memory
 from kvd.node.scheduler_search import HandshakeWatch
 from kvd.node.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
-from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
-from kvd.transport.link_listener import TcpLinks
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.listener import TcpLinks
 
 STOP_TIMEOUT_S = 5.0
 UNHEARD_STOP_S = 1.0  # nobody waits for an engine that has nothing to say

@@ -31,9 +31,9 @@ from kvd.core.requests import Item
 from kvd.core.worker.machine import WorkerMachine
 from kvd.node.driver import Driver
 from kvd.node.threads import LinkWaiter
-from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
-from kvd.transport.link import Link
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.link import Link
 
 _LISTS = (list, tuple)
 OFTEN_S = 0.005  # the loop stays paused between calls that follow each other so soon
