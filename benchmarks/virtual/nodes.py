@@ -226,7 +226,7 @@ class Node:
     # ── messages out ──
 
     def _send(self, effect: Send, run: int, epoch: Epoch) -> Iterator[Work]:
-        """Answers without a payload wait for the next one to the same node: see `kvd.transport.links.write_coalescing`."""
+        """Answers without a payload wait for the next ones: see `kvd.transport.links.write_coalescing`."""
         if self.program is None and not effect.payload:
             self._held.setdefault(effect.peer, []).append((effect, run, epoch))
             if len(self._held) >= MOST_HELD:
