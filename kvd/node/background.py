@@ -11,7 +11,7 @@ from kvd.errors import NotAllowed
 from kvd.node.jobs import JobRunner
 from kvd.node.records import RecordSaver
 from kvd.node.threads import Stepper
-from kvd.transport.links.write_coalescing import Holding
+from kvd.transport.links.write_coalescing import WriteCoalescing
 
 FEW_IDS_NBYTES = 16 << 10
 """Of a read of rows that is over soon: what waits to be sent waits for it."""
@@ -34,7 +34,7 @@ class Background:
         new_runner: Callable[[], JobRunner] | None,
         executor: Executor | None,
         persist: Callable[[Mapping[str, object]], None] | None,
-        holding: Holding | None = None,
+        holding: WriteCoalescing | None = None,
     ) -> None:
         self._stepper = stepper
         self._holding = holding

@@ -57,7 +57,7 @@ from kvd.node.threads import Stepper, report_failed_effect
 from kvd.node.whole_buffers import scatter
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
-from kvd.transport.links.write_coalescing import Holding
+from kvd.transport.links.write_coalescing import WriteCoalescing
 
 _JOBS = frozenset(
     {Create, Apply, ReadRows, ListRows, ReadPart, KeepRows, ReadStored, LoadRows, Export, Checksums, Load, Run}
@@ -102,7 +102,7 @@ class Driver:
         on_halt: Callable[[KvdError], None] | None = None,
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
-        holding: Holding | None = None,
+        holding: WriteCoalescing | None = None,
     ) -> None:
         self.machine = machine
         self._transport = transport

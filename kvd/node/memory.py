@@ -3,7 +3,7 @@
 Servers and workers allocate and free buffers of the size of a slice all the time. By default, glibc gets each of them
 from the kernel and gives it back, so that every page is faulted in again: a good part of the time of a round. We keep
 freed memory in the process instead. What nothing has used for a while is given back all the same
-(`kvd.transport.limits.unused_memory`).
+(`kvd.transport.limits.process_memory`).
 
 By default, glibc also takes memory from up to eight pools for each core, one for each thread. It cannot give back the
 end of any but the first one, so libzmq's thread would keep up to 64 MiB of what peers once made it take. A daemon has

@@ -64,9 +64,9 @@ from kvd.errors import KvdError
 from kvd.node.timer import DeadlineTimer
 from kvd.observe.log import event
 from kvd.transport.host import HostTransport
-from kvd.transport.links.expected import ExpectedFrame
+from kvd.transport.links.frames import ExpectedFrame
 from kvd.transport.links.link import Link
-from kvd.transport.links.write_coalescing import Holding
+from kvd.transport.links.write_coalescing import WriteCoalescing
 
 FAILED_TICK_PAUSE_S = 1.0
 LONGEST_POLL_S = 60.0
@@ -84,7 +84,7 @@ class Stepper:
         holding: lets answers of a daemon wait until all that belongs to an event is done; None: they do not wait.
     """
 
-    def __init__(self, machine: Machine, holding: Holding | None = None) -> None:
+    def __init__(self, machine: Machine, holding: WriteCoalescing | None = None) -> None:
         self.now: Callable[[], float] = time.monotonic
         """The clock of the machine, in seconds: the loop's, once it has started."""
         self._machine = machine

@@ -19,18 +19,16 @@ from kvd.core.machine import BEING_OPENED, Peer, PeerKind, PeerPath, ServerPeer,
 from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
-from kvd.transport.links.accepted_links import AcceptedLinks
-from kvd.transport.links.connector import TURNED_OFF, LinkSeeker
+from kvd.transport.links.connector import TURNED_OFF, LinkConnector, Waiting
+from kvd.transport.links.delivery import Sink
 from kvd.transport.links.handshake import Medium, Proven
 from kvd.transport.links.link import Link
-from kvd.transport.links.listener import LinkListener, TcpLinks
+from kvd.transport.links.listener import AcceptedLinks, LinkListener, TcpLinks
 from kvd.transport.links.offers import InvalidOfferError, Kind, is_about_links, unpack
 from kvd.transport.links.reader import LinkReader
 from kvd.transport.links.sealing import reason_over_tcp, remedy_for
-from kvd.transport.links.sink import Sink
 from kvd.transport.links.sockets import tcp_address_of
-from kvd.transport.links.waiting import Waiting
-from kvd.transport.links.write_coalescing import Holding
+from kvd.transport.links.write_coalescing import WriteCoalescing
 from kvd.transport.memory.offered import MapBudget
 from kvd.transport.memory.segments import Arena
 from kvd.transport.reaching import with_zone, zone_of
@@ -86,7 +84,7 @@ class HostTransport:
         tcp = Medium.PLAIN_TCP if curve is None else Medium.SEALED_TCP
         self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links, tcp=tcp)
         sought = None if tcp_links is TcpLinks.OFF else tcp
-        self._seeker = LinkSeeker(
+        self._seeker = LinkConnector(
             self._ask, self._zmq.endpoint_of, self._opened, self._not_opened, unix=shared_memory, tcp=sought
         )
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -199,7 +197,7 @@ class HostTransport:
     # ── sending ──
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> WriteCoalescing:
         """What lets messages without a payload wait a moment for the next one to the same peer."""
         return self._sink.holding
 

@@ -33,7 +33,7 @@ from kvd.node import records
 from kvd.node.background import FEW_IDS_NBYTES
 from kvd.node.jobs import JobRunner
 from kvd.protocol.messages import NO_RUN, Done, Epoch
-from kvd.transport.links.write_coalescing import Holding
+from kvd.transport.links.write_coalescing import WriteCoalescing
 from tests.node.driver_harness import DriverHarness, call, run, until
 
 
@@ -76,7 +76,7 @@ def test_an_answer_waits_for_a_short_read_and_for_nothing_else(
     job: Job, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    holding = Holding()
+    holding = WriteCoalescing()
 
     class Runner(JobRunner):
         def run(self, job: Job, run: int = NO_RUN) -> JobDone:

@@ -15,11 +15,11 @@ import numpy as np
 
 from kvd.core.machine import LinkPeer, Peer, Span
 from kvd.core.principals import HOLDER, Principal
+from kvd.transport.links.delivery import Sink
 from kvd.transport.links.frames import HELLO, MAGIC, VERSION, prefix_of
 from kvd.transport.links.handshake import Medium, Proven
 from kvd.transport.links.link import Link
 from kvd.transport.links.reader import LinkReader
-from kvd.transport.links.sink import Sink
 from kvd.transport.memory.offered import MapBudget
 from kvd.transport.memory.segments import Arena
 

@@ -11,7 +11,7 @@ import pytest
 from kvd.core.machine import SCHEDULER
 from kvd.core.principals import HOLDER
 from kvd.transport.limits import connection_rate_limit as limits
-from kvd.transport.limits.arrivals import Arrivals, refusal_line
+from kvd.transport.limits.callers import Arrivals, refusal_line
 from kvd.transport.limits.connection_rate_limit import ANYWHERE, THIS_HOST, place_of
 from kvd.transport.limits.connections import listening_at
 from kvd.transport.zmq.curve import new_keypair

@@ -12,12 +12,11 @@ import pytest
 
 from kvd.core.machine import LinkPeer, Span
 from kvd.core.principals import HOLDER
-from kvd.transport.links.expected import ExpectedFrame
-from kvd.transport.links.frames import INLINE, PREFIX, inline_frame
+from kvd.transport.links.delivery import Sink
+from kvd.transport.links.frames import INLINE, PREFIX, ExpectedFrame, inline_frame
 from kvd.transport.links.handshake import Medium, Proven
 from kvd.transport.links.link import Link
 from kvd.transport.links.reader import LinkReader
-from kvd.transport.links.sink import Sink
 from kvd.transport.memory.offered import MapBudget
 from kvd.transport.memory.segments import Arena
 

@@ -11,8 +11,7 @@ import pytest
 from kvd.testing.cluster import wait_until
 from kvd.transport.limits import quotas as limits
 from kvd.transport.limits.connections import ConnectionState, accepted_at, cut_off, look_at
-from kvd.transport.limits.memory_watch import MemoryWatch
-from kvd.transport.limits.process_memory import Heap, ProcessMemory
+from kvd.transport.limits.process_memory import Heap, MemoryWatch, ProcessMemory
 from kvd.transport.limits.quotas import Quotas
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport.links import listener
-from kvd.transport.links.connector import LinkSeeker
+from kvd.transport.links.connector import LinkConnector
 from tests.transport.host_harness import Node, eventually, run
 from tests.transport.tcp_harness import tcp_node, with_pair
 
@@ -73,10 +73,10 @@ async def relayed(
         assert server.transport.link_address is not None
         relay = Relay(server.transport.link_address[1], change)
         await relay.start()
-        connect = LinkSeeker._connect
+        connect = LinkConnector._connect
         port = relay.port
         monkeypatch.setattr(
-            LinkSeeker,
+            LinkConnector,
             "_connect",
             lambda self, search, offer, family, where: connect(self, search, offer, family, ("127.0.0.1", port)),
         )

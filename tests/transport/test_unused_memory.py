@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from kvd.transport.limits.process_memory import Heap, ProcessMemory
-from kvd.transport.limits.unused_memory import FEW_LOOKS, LOOK_S, MOST_LOOKS, UnusedMemory
+from kvd.transport.limits.process_memory import FEW_LOOKS, LOOK_S, MOST_LOOKS, Heap, ProcessMemory, UnusedMemory
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ import pytest
 from kvd.core.machine import PeerPath, ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport.host import HostTransport
-from kvd.transport.links import waiting
-from kvd.transport.links.waiting import Waiting
+from kvd.transport.links import connector
+from kvd.transport.links.connector import Waiting
 from tests.transport.host_harness import Node, eventually, run
 from tests.transport.link_harness import spans
 
@@ -28,7 +28,7 @@ def test_messages_leave_in_their_order_and_none_waits_afterwards() -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "QUEUE_LIMIT_BYTES", 10_000)
+    monkeypatch.setattr(connector, "QUEUE_LIMIT_BYTES", 10_000)
     queue = Waiting()
     large = 0
     while queue.add(b"h", spans(bytes(1000))):

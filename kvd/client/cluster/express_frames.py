@@ -20,8 +20,7 @@ from kvd.protocol.fixed import (
     put_values_head,
     version_of,
 )
-from kvd.transport.links.expected import ExpectedFrame
-from kvd.transport.links.frames import PREFIX, inline_frame
+from kvd.transport.links.frames import PREFIX, ExpectedFrame, inline_frame
 from kvd.transport.links.link import Link
 
 HEADER_AT = PREFIX.size

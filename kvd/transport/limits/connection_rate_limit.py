@@ -1,4 +1,4 @@
-"""Who opens connections and proves no key: how many may come from one place, and whom to refuse for a while.
+"""Rate limit of connections that prove no key: how many may come from one place, and whom to refuse for a while.
 
 A connection costs this process up to 0.4 ms until its other end has proven a key, and the other end almost nothing. So
 each place has so many newcomers that may be unproven, and gets more at a rate that costs a small part of a processor.
@@ -54,7 +54,7 @@ class _Standing:
     open_until: float = 0.0  # not to be refused before, however many come
 
 
-class Newcomers:
+class ConnectionRateLimit:
     """Counts, for each place, connections whose other end has proven no key.
 
     Args:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.limits.connections import ConnectionState, accepted_at, cut_off, look_at
-from kvd.transport.limits.memory_watch import MemoryWatch
+from kvd.transport.limits.process_memory import MemoryWatch
 
 UNSENT_LIMIT_BYTES = 64 << 20  # of copies that wait for one peer
 LOOK_AGAIN_BYTES = 4 << 20  # sent to one peer between two looks at its connection

@@ -1,4 +1,4 @@
-"""How a node gets links to servers: it asks over ZeroMQ, and opens what it is offered, within the host or over TCP."""
+"""Opening of links to servers: a node asks over ZeroMQ, and opens what it is offered, within the host or over TCP."""
 
 from __future__ import annotations
 
@@ -7,17 +7,68 @@ import errno
 import os
 import secrets
 import socket
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from kvd.core.machine import ServerPeer
+from kvd.core.machine import ServerPeer, Span
 from kvd.core.principals import Principal
-from kvd.transport.links.half_open import HalfOpen
-from kvd.transport.links.handshake import Medium, Proven, as_client
+from kvd.transport.base import HeaderOfPath
+from kvd.transport.links.handshake import HalfOpen, Medium, Proven, as_client
 from kvd.transport.links.offers import ID_BYTES, Offer, pack_ask
+from kvd.transport.links.outgoing import COST_OF_ENTRY_BYTES, QUEUE_LIMIT_BYTES
 from kvd.transport.links.sealing import OVER_TCP, why_not
 from kvd.transport.links.sockets import other_user, tcp_address_of, tune, unix_name, unix_socket
+from kvd.transport.memory.leases import payload_nbytes
+
+
+class Waiting:
+    """Messages to one server that wait until it is known whether they travel over a link: none may overtake another.
+
+    Any thread may add messages.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: deque[tuple[bytes | HeaderOfPath, Sequence[Span]]] = deque()
+        self._nbytes = 0
+        self._ended = False
+
+    def add(self, header: bytes | HeaderOfPath, payload: Sequence[Span]) -> bool | None:
+        """False: too much waits. None: nothing waits any more, so the message can be sent."""
+        with self._lock:
+            if self._ended:
+                return None
+            if self._nbytes > QUEUE_LIMIT_BYTES:
+                return False
+            self._entries.append((header, payload))
+            self._nbytes += payload_nbytes(payload) + COST_OF_ENTRY_BYTES
+            return True
+
+    def end(self, send: Callable[[bytes | HeaderOfPath, Sequence[Span]], object]) -> None:
+        """Sends all messages in their order. Threads that add one wait until this is done, and are told to send it."""
+        with self._lock:
+            self._ended = True
+            entries, self._entries = self._entries, deque()
+            for header, payload in entries:
+                send(header, payload)
+
+    def drop(self) -> None:
+        """Forgets all messages."""
+        self.end(lambda header, payload: None)
+
+    def copy(self) -> None:
+        """The messages wait as copies from now on: the program takes its memory back."""
+        with self._lock:
+            self._entries = deque((header, [_copied(span) for span in payload]) for header, payload in self._entries)
+
+
+def _copied(span: Span) -> Span:
+    view = memoryview(span.buffer).cast("B") if span.nbytes else memoryview(b"")
+    return Span(bytes(view[span.offset : span.offset + span.nbytes]), 0, span.nbytes)
+
 
 ASK_AGAIN_S = 0.02
 ANSWER_WITHIN_S = 10.0  # a server that does not answer would not take messages either
@@ -54,7 +105,7 @@ class _Search:
             self.half_open.close()
 
 
-class LinkSeeker:
+class LinkConnector:
     """Belongs to the loop's thread. Each search ends with one call of `found` or `not_found`, unless it is given up.
 
     Args:

@@ -1,10 +1,25 @@
-"""Where the frames of one link go."""
+"""Delivery of what arrives on links: the callbacks for messages, and the state of one link."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from kvd.transport.links.sink import Sink
+from kvd.transport.base import OnGarbage, OnMessage
+from kvd.transport.links.write_coalescing import WriteCoalescing
+
+
+class Sink:
+    """Callbacks for data received on links. The transport sets them when it starts.
+
+    Attributes:
+        holding: whether messages without a payload wait a moment before they are written.
+    """
+
+    def __init__(self) -> None:
+        self.holding = WriteCoalescing()
+
+    on_message: OnMessage = staticmethod(lambda peer, header, payload, principal: None)
+    on_garbage: OnGarbage = staticmethod(lambda peer, text: None)
 
 
 class RepeatedFrames(Protocol):
@@ -24,7 +39,7 @@ class RepeatedFrames(Protocol):
 
 
 class Delivery:
-    """Belongs to the thread that reads the link.
+    """Delivery of the frames of one link. Belongs to the thread that reads the link.
 
     Attributes:
         sink: takes messages.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
-from kvd.transport.links.expected import ExpectedFrame
 from kvd.transport.links.frames import (
     GOODBYE,
     HELLO,
@@ -27,6 +26,7 @@ from kvd.transport.links.frames import (
     PREFIX,
     REFERENCE,
     VERSION,
+    ExpectedFrame,
     InvalidFrameError,
     unpack_numbers,
 )

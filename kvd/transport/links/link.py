@@ -17,8 +17,7 @@ from contextlib import suppress
 from kvd.core.machine import Peer, Span
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
 from kvd.transport.base import padded, pieces_of
-from kvd.transport.links.delivery import Delivery
-from kvd.transport.links.expected import ExpectedFrame
+from kvd.transport.links.delivery import Delivery, Sink
 from kvd.transport.links.frames import (
     GOODBYE,
     HELLO,
@@ -33,6 +32,7 @@ from kvd.transport.links.frames import (
     RELEASE,
     SEGMENT,
     VERSION,
+    ExpectedFrame,
     InvalidFrameError,
     pack_numbers,
     prefix_of,
@@ -40,9 +40,7 @@ from kvd.transport.links.frames import (
 from kvd.transport.links.handshake import Medium, Proven
 from kvd.transport.links.incoming import Frame, Incoming, check_hello
 from kvd.transport.links.outgoing import Outgoing, PlainWriter, gathered
-from kvd.transport.links.plain_stream import PlainIncoming
-from kvd.transport.links.sink import Sink
-from kvd.transport.links.streams import SealedIncoming, SealedWriter
+from kvd.transport.links.streams import PlainIncoming, SealedIncoming, SealedWriter
 from kvd.transport.memory.leases import Leases, SharedPayload, payload_nbytes
 from kvd.transport.memory.offered import MapBudget, close_refused
 from kvd.transport.memory.remote_segments import LinkSocket, RemoteSegments

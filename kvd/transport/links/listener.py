@@ -1,18 +1,20 @@
-"""Where a server lets links in: it makes offers, listens, and takes the connections that prove themselves."""
+"""Links that other processes open to this server: its offers, its listening sockets, and the links that are up."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from itertools import count
 from typing import TypeAlias
 
-from kvd.core.machine import Peer
+from kvd.core.machine import LinkPeer, Peer
 from kvd.core.principals import Principal
-from kvd.transport.links.half_open import HalfOpen
-from kvd.transport.links.handshake import Medium, Proven, as_server
+from kvd.transport.links.handshake import HalfOpen, Medium, Proven, as_server
+from kvd.transport.links.link import Link
 from kvd.transport.links.offers import OFFER_LIFE_S, Offer, OfferBook, pack_none, pack_offer
 from kvd.transport.links.sealing import why_not
 from kvd.transport.links.sockets import (
@@ -43,7 +45,7 @@ class TcpLinks(Enum):
     EVERYWHERE = "always"
 
 
-class Door:
+class ListeningSocket:
     """One listening socket. At most `MAX_HALF_OPEN` connections at a time may try to prove themselves.
 
     One that fails keeps its place until its time is up. So strangers who come again and again cost a bounded number of
@@ -148,7 +150,7 @@ class LinkListener:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._incarnation = 0
         self._sockets: dict[Medium, socket.socket] = {}
-        self._doors: list[Door] = []
+        self._listening: list[ListeningSocket] = []
         self._forgetting: asyncio.TimerHandle | None = None  # set while there are offers
         self._no_tcp = "the server has links over TCP turned off"
 
@@ -167,11 +169,11 @@ class LinkListener:
             reason = why_not() if self._tcp is Medium.SEALED_TCP else ""
             self._no_tcp = reason or self._listen_over_tcp()
         if self._loop is not None:
-            self._open_doors(self._loop)
+            self._open_listening(self._loop)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._open_doors(loop)
+        self._open_listening(loop)
 
     def answer(self, question: bytes, asker: Peer, principal: Principal, *, is_full: bool) -> bytes:
         """What to answer to someone who asks for a link. `is_full`: there are as many links as are allowed."""
@@ -190,11 +192,11 @@ class LinkListener:
     def close(self) -> None:
         if self._forgetting is not None:
             self._forgetting.cancel()
-        for door in self._doors:
+        for door in self._listening:
             door.close()
         for listener in self._sockets.values():
             listener.close()
-        self._doors, self._sockets = [], {}
+        self._listening, self._sockets = [], {}
 
     def _forget_later(self) -> None:
         """Secrets do not stay in memory because nobody asks any more."""
@@ -230,8 +232,38 @@ class LinkListener:
             return f"the server cannot listen for links over TCP: {error.strerror}"
         return ""
 
-    def _open_doors(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._doors = [
-            Door(loop, listener, medium, self._offers, self._incarnation, self._enter)
+    def _open_listening(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._listening = [
+            ListeningSocket(loop, listener, medium, self._offers, self._incarnation, self._enter)
             for medium, listener in self._sockets.items()
         ]
+
+
+class AcceptedLinks:
+    """Links that other processes have opened to this one: one for each of them, since each has buffers of its own.
+
+    Any thread may call `forget`; the rest belongs to the loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._names = count(1)
+        self._by_asker: dict[Peer, Link] = {}
+        self._lock = threading.Lock()
+
+    def name(self) -> LinkPeer:
+        """A name that no link has had."""
+        return LinkPeer(f"link {next(self._names)}")
+
+    def put(self, asker: Peer, link: Link) -> Link | None:
+        """Returns the link that this one replaces, which is to be ended."""
+        with self._lock:
+            older, self._by_asker[asker] = self._by_asker.get(asker), link
+        return older
+
+    def forget(self, link: Link) -> None:
+        """The link has ended."""
+        with self._lock:
+            for asker, known in self._by_asker.items():
+                if known is link:
+                    del self._by_asker[asker]
+                    return

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from kvd.transport.base import DRAIN_LIMIT
-from kvd.transport.links.expected import ExpectedFrame
+from kvd.transport.links.frames import ExpectedFrame
 from kvd.transport.links.link import Link
 from kvd.transport.links.loop_pause import LoopPause
 

@@ -1,4 +1,4 @@
-"""Links' sockets: where they listen, how they are reached, and how they notice that the other end is gone."""
+"""Sockets of links: their addresses, and the options by which they notice that the other end is gone."""
 
 from __future__ import annotations
 
@@ -65,3 +65,21 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_LIMIT_MS)
+
+
+WAKE_BYTES = 512 << 10  # a reader that wakes up for less is slower
+
+
+class WakeUps:
+    """Wake-ups of the reader of one socket: how much of a large payload must have arrived over TCP (SO_RCVLOWAT)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._at = 1  # bytes that make the socket readable
+
+    def come_for(self, at_least_to_come: int) -> None:
+        """Readers wake up when so many bytes have arrived that it is worth the while, if so many are on their way."""
+        wanted = max(1, min(at_least_to_come, WAKE_BYTES))
+        if wanted != self._at:
+            self._at = wanted
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)

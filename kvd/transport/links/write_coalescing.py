@@ -19,7 +19,7 @@ class Holder(Protocol):
         """Writes the frames that wait there."""
 
 
-class Holding:
+class WriteCoalescing:
     """Frames wait from `begin` on, at most until `end`. One thread calls all of it, and sends the frames."""
 
     def __init__(self) -> None:

@@ -8,6 +8,10 @@ drained a bounded number of messages at a time.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
+import secrets
+import socket as unix
 import threading
 import time
 from collections import deque
@@ -32,14 +36,52 @@ from kvd.transport.base import (
     pieces_of,
 )
 from kvd.transport.limits.callers import Callers
-from kvd.transport.limits.memory_watch import MemoryWatch
-from kvd.transport.limits.process_memory import ProcessMemory
+from kvd.transport.limits.process_memory import MemoryWatch, ProcessMemory
 from kvd.transport.limits.quotas import Quotas
 from kvd.transport.zmq.curve import Curve, KeyCheck, is_key
 from kvd.transport.zmq.dealer import Dealer
-from kvd.transport.zmq.listening import someone_listens, why_not_listening
-from kvd.transport.zmq.routing_ids import begin_anywhere
 from kvd.transport.zmq.socket_options import MAX_FRAME_BYTES, set_options
+
+
+def begin_anywhere() -> None:
+    """Let the next ROUTER of this process number its connections from a number that nobody can guess.
+
+    A ROUTER numbers its connections, and the number becomes part of the routing id. A peer may choose an id for itself,
+    also one that the ROUTER would give to another peer later: then libzmq 4.3.5 ends the process ("Assertion failed:
+    ok"). The first number is meant to be random, but libzmq draws it with the C library's rand() and does not seed it,
+    so it is the same in every process, and few connections lead from there to any number near it.
+    """
+    with suppress(OSError, AttributeError):  # a C library without it is not one that libzmq draws from
+        ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
+
+
+def why_not_listening(error: zmq.ZMQError) -> str:
+    """Return the reason why an address cannot be listened on, and what to do."""
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):  # ENODEV: a name or an interface is unknown
+        return (
+            "this machine has no such address; use one that it has (`ip address` lists them), or tcp://0.0.0.0:PORT "
+            "for all of them"
+        )
+    reason = error.strerror
+    if error.errno == errno.EADDRINUSE:
+        return f"{reason}; stop what listens there, or choose another address (port 0 takes any free port)"
+    if error.errno == errno.EACCES:
+        return f"{reason}; choose another address: ports below 1024 need root, and a path needs a folder of this user"
+    return f"{reason}; choose another address"
+
+
+def someone_listens(path: str) -> bool:
+    """Whether a process accepts connections at this path. A path that a dead process left behind is free."""
+    if path.startswith("@"):
+        return False  # an abstract name: the kernel refuses to bind it twice
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
 
 # Plain numbers: combining members of zmq's enums takes longer than a system call.
 NOBLOCK, SNDMORE, POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)

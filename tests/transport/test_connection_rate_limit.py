@@ -10,7 +10,7 @@ from kvd.transport.limits.connection_rate_limit import (
     SUSPICIOUS,
     THIS_HOST,
     UNPROVEN_LIMIT,
-    Newcomers,
+    ConnectionRateLimit,
     Place,
     place_of,
 )
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-def come(newcomers: Newcomers, place: Place, count: int) -> None:
+def come(newcomers: ConnectionRateLimit, place: Place, count: int) -> None:
     for _ in range(count):
         newcomers.came(place)
 
@@ -40,7 +40,7 @@ def test_a_place_is_what_one_party_has() -> None:
 
 
 def test_newcomers_beyond_the_limit_are_refused_and_only_those_of_their_place() -> None:
-    newcomers = Newcomers(Clock())
+    newcomers = ConnectionRateLimit(Clock())
     come(newcomers, HERE, UNPROVEN_LIMIT)
     come(newcomers, THERE, UNPROVEN_LIMIT)
     assert newcomers.refused() == frozenset()
@@ -49,7 +49,7 @@ def test_newcomers_beyond_the_limit_are_refused_and_only_those_of_their_place() 
 
 
 def test_those_that_prove_a_key_are_never_too_many() -> None:
-    newcomers = Newcomers(Clock())
+    newcomers = ConnectionRateLimit(Clock())
     for _ in range(20 * UNPROVEN_LIMIT):
         newcomers.came(HERE)
         newcomers.proved(HERE)
@@ -57,7 +57,7 @@ def test_those_that_prove_a_key_are_never_too_many() -> None:
 
 
 def test_a_job_that_comes_at_once_is_not_too_many() -> None:
-    newcomers = Newcomers(Clock())
+    newcomers = ConnectionRateLimit(Clock())
     come(newcomers, HERE, UNPROVEN_LIMIT)
     for _ in range(UNPROVEN_LIMIT):
         newcomers.proved(HERE)
@@ -67,7 +67,7 @@ def test_a_job_that_comes_at_once_is_not_too_many() -> None:
 
 def test_a_refusal_ends_after_a_while_and_lasts_that_long() -> None:
     clock = Clock()
-    newcomers = Newcomers(clock)
+    newcomers = ConnectionRateLimit(clock)
     come(newcomers, HERE, 100 * UNPROVEN_LIMIT)
     clock.now += 0.9 * limits.REFUSED_S
     assert newcomers.refused() == {HERE}
@@ -77,7 +77,7 @@ def test_a_refusal_ends_after_a_while_and_lasts_that_long() -> None:
 
 def test_between_two_refusals_a_place_is_open_for_a_while() -> None:
     clock = Clock()
-    newcomers = Newcomers(clock)
+    newcomers = ConnectionRateLimit(clock)
     come(newcomers, HERE, UNPROVEN_LIMIT + 1)
     clock.now += 1.1 * limits.REFUSED_S
     assert newcomers.refused() == frozenset()
@@ -92,7 +92,7 @@ def test_between_two_refusals_a_place_is_open_for_a_while() -> None:
 def test_what_one_place_may_cost_is_bounded_and_others_there_get_in() -> None:
     """Whoever comes whenever he may, for a minute; and somebody who tries once a second."""
     clock = Clock()
-    newcomers = Newcomers(clock)
+    newcomers = ConnectionRateLimit(clock)
     open_looks, entries = 0, 0
     for look in range(6000):
         clock.now += 0.0101
@@ -106,7 +106,7 @@ def test_what_one_place_may_cost_is_bounded_and_others_there_get_in() -> None:
 
 
 def test_connections_of_which_nobody_knows_are_laid_to_who_came_most() -> None:
-    newcomers = Newcomers(Clock())
+    newcomers = ConnectionRateLimit(Clock())
     come(newcomers, HERE, SUSPICIOUS)
     come(newcomers, THERE, SUSPICIOUS - 1)
     come(newcomers, ANYWHERE, UNPROVEN_LIMIT + 1)
@@ -114,14 +114,14 @@ def test_connections_of_which_nobody_knows_are_laid_to_who_came_most() -> None:
 
 
 def test_all_are_refused_when_nobody_can_be_blamed() -> None:
-    newcomers = Newcomers(Clock())
+    newcomers = ConnectionRateLimit(Clock())
     come(newcomers, HERE, SUSPICIOUS - 1)
     come(newcomers, ANYWHERE, UNPROVEN_LIMIT + 1)
     assert newcomers.refused() == {ANYWHERE}
 
 
 def test_those_that_came_before_a_place_was_blamed_are_no_reason_to_blame_others() -> None:
-    newcomers = Newcomers(Clock())
+    newcomers = ConnectionRateLimit(Clock())
     come(newcomers, HERE, SUSPICIOUS)
     come(newcomers, THERE, SUSPICIOUS - 1)
     come(newcomers, ANYWHERE, 10 * UNPROVEN_LIMIT)
@@ -129,7 +129,7 @@ def test_those_that_came_before_a_place_was_blamed_are_no_reason_to_blame_others
 
 
 def test_the_unknown_ones_of_a_place_that_is_refused_are_no_reason_to_refuse_all() -> None:
-    newcomers = Newcomers(Clock())
+    newcomers = ConnectionRateLimit(Clock())
     for _ in range(UNPROVEN_LIMIT):
         newcomers.came(HERE)
         newcomers.came(ANYWHERE)
@@ -140,7 +140,7 @@ def test_the_unknown_ones_of_a_place_that_is_refused_are_no_reason_to_refuse_all
 
 def test_all_are_refused_when_it_was_not_who_was_blamed() -> None:
     clock = Clock()
-    newcomers = Newcomers(clock)
+    newcomers = ConnectionRateLimit(clock)
     come(newcomers, HERE, SUSPICIOUS)
     come(newcomers, ANYWHERE, UNPROVEN_LIMIT + 1)
     clock.now += limits.REFUSED_S
@@ -150,7 +150,7 @@ def test_all_are_refused_when_it_was_not_who_was_blamed() -> None:
 
 def test_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    newcomers = Newcomers(clock)
+    newcomers = ConnectionRateLimit(clock)
     for number in range(3 * limits.MAX_PLACES):
         newcomers.came(Place(number.to_bytes(4, "big")))
     assert len(newcomers._standings) <= limits.MAX_PLACES + 1
