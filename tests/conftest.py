@@ -45,8 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if LocalCluster.default_lanes != "auto":
         os.environ[LANES] = LocalCluster.default_lanes
     _make_keys(config)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; our children inherit it
+    # A background job of a shell ignores SIGINT, a program under nohup SIGHUP, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _make_keys(config: pytest.Config) -> None:

@@ -23,7 +23,7 @@ COMMANDS: Final = {
     "worker": "kvd_cli.daemons:worker",
     "launch": "kvd_cli.launch:launch",
     "status": "kvd_cli.cluster:status",
-    "doctor": "kvd_cli.cluster:doctor",
+    "doctor": "kvd_cli.doctor:doctor",
     "jobs": "kvd_cli.jobs:jobs",
     "shutdown": "kvd_cli.jobs:shutdown",
     "keys": "kvd_cli.cluster:keys",

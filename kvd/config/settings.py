@@ -24,6 +24,27 @@ MOST_SERVERS: Final = 200
 MOST_REPLICATED_WORKERS: Final = 512
 """With two copies: what a server tells its backup of a slice has an entry for each worker."""
 
+_OF_ONE_NODE: Final = frozenset(
+    {
+        "scheduler",  # a name here, a number there
+        "bind",
+        "node_id",
+        "keyfile",
+        "allowed_keys",
+        "state_dir",
+        "num_workers",  # a server may leave them open
+        "num_servers",
+        "replicas",
+        "job",
+        "run",
+        "log_format",
+        "log_level",
+        "role",
+        "parent_pid",
+    }
+)
+"""Settings in which the daemons of a cluster may well differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -305,6 +326,11 @@ class Config:
         if given:
             return self.slice_bytes
         return max(self.slice_bytes // max(1, num_servers), 512 * KiB) & -64
+
+    def common_settings(self, role: Role) -> dict[str, str]:
+        """The settings that a role acts on and that nodes of a cluster usually share, as text by name."""
+        used = [setting for setting in all_settings() if role in setting.used_by and setting.name not in _OF_ONE_NODE]
+        return {setting.name: setting.show(getattr(self, setting.name)) for setting in used}
 
     def environment(self) -> dict[str, str]:
         """The ``KVD_*`` variables that give a child process the values that differ from the default.

@@ -1,8 +1,9 @@
-"""How many connections a daemon may have: each takes a descriptor, and the usual limit is 1024."""
+"""Open files and their limit: each connection takes a descriptor, and the usual limit is 1024."""
 
 from __future__ import annotations
 
 import errno
+import os
 import resource
 
 MOST = 1 << 20
@@ -15,3 +16,9 @@ def raise_descriptor_limit() -> None:
     granted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < granted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
+
+
+def descriptors() -> tuple[int, int]:
+    """Return how many descriptors this process has open, and how many it may have; 0: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return len(os.listdir("/proc/self/fd")) - 1, 0 if soft == resource.RLIM_INFINITY else soft

@@ -49,6 +49,7 @@ from kvd.core.machine import (
 from kvd.errors import ConnectError, KvdError
 from kvd.node.background import Background
 from kvd.node.decoding import CodedSlice
+from kvd.node.facts import ProcessFacts
 from kvd.node.jobs import JobRunner
 from kvd.node.reassembly import ReassemblyBuffer
 from kvd.node.receiving import MessageReceiver
@@ -80,6 +81,7 @@ class Driver:
         on_halt: called on the loop's thread when the machine cannot go on.
         on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
+        facts: of this process, for its status report; None: it is asked for none.
         holding: lets messages of a daemon wait for the next one to the same peer; None: they do not wait.
 
     Attributes:
@@ -102,6 +104,7 @@ class Driver:
         on_halt: Callable[[KvdError], None] | None = None,
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
+        facts: ProcessFacts | None = None,
         holding: WriteCoalescing | None = None,
     ) -> None:
         self.machine = machine
@@ -112,7 +115,7 @@ class Driver:
         self._on_stop = on_stop
         self.stepper = Stepper(machine, holding)
         self.feed: Callable[[Event], None] = self.stepper.feed
-        self.sender = MessageSender(machine, transport, self.stepper)
+        self.sender = MessageSender(machine, transport, self.stepper, facts)
         self.receiver = MessageReceiver(self.stepper, self.sender)
         self.background = Background(self.stepper, new_runner, executor, persist, holding)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -16,6 +17,7 @@ from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError, KvdError
 from kvd.node.driver import Driver
+from kvd.node.facts import ProcessFacts
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.keyring import Keyring
 from kvd.node.listening import when_known
@@ -93,7 +95,13 @@ class SchedulerRole:
             event(logger, logging.WARNING, text)
         persist = None if state is None else state.save
         self._driver = Driver(
-            self._machine, transport, executor=executor, on_halt=on_halt, on_stop=on_stop, persist=persist
+            self._machine,
+            transport,
+            executor=executor,
+            on_halt=on_halt,
+            on_stop=on_stop,
+            persist=persist,
+            facts=ProcessFacts(time.monotonic, config.common_settings(self.name)),
         )
         return self._driver
 

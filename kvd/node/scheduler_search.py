@@ -16,8 +16,9 @@ from typing import Final, TypeVar
 from kvd.config import Config, parse_address
 from kvd.errors import ConnectError
 from kvd.node.keyring import missing_key, no_key, user_key_path
+from kvd.transport.finding import Finding, Outcome
 from kvd.transport.zmq.curve import Curve, fingerprint
-from kvd.transport.zmq.probe import Finding, Outcome, try_handshake
+from kvd.transport.zmq.probe import try_handshake
 
 FIRST_LOOK_S: Final = 0.5
 """How long a scheduler may take to answer before its handshake is tried. Within 3 s the reason is known."""

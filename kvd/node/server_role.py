@@ -22,6 +22,7 @@ from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
 from kvd.node.driver import Driver
+from kvd.node.facts import ProcessFacts
 from kvd.node.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.jobs import JobRunner
 from kvd.node.keyring import Keyring
@@ -41,11 +42,11 @@ from kvd.node.server_express import ServerExpress
 from kvd.node.watch import ProcessWatch
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
+from kvd.transport.finding import Finding
 from kvd.transport.host import HostTransport
 from kvd.transport.links.frames import INLINE_BELOW_BYTES
 from kvd.transport.reaching import UnknownNameError, with_zone
 from kvd.transport.zmq.curve import Curve
-from kvd.transport.zmq.probe import Finding
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -149,6 +150,7 @@ class ServerRole:
             executor=executor,
             on_halt=on_halt,
             on_stop=on_stop,
+            facts=ProcessFacts(time.monotonic, config.common_settings(self.name)),
             holding=transport.holding,
         )
         driver = self._driver

@@ -105,9 +105,7 @@ Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 NO_RANK = -1
 NO_STEP = -1
 PREPARED = "kvd:prepared"  # the note at this barrier says what an operator has restored for the run
-LAST_SNAPSHOT = (
-    "kvd:last snapshot"  # the note at this barrier: steps and wall-clock time of the program's last snapshot
-)
+LAST_SNAPSHOT = "kvd:last snapshot"  # the note there: its steps, its time of day, and the steps from one to the next
 EXIT_BARRIER = "kvd:exit"  # where the workers of a run meet before they leave
 NO_RUN = 0  # the message concerns the cluster, not a run
 MAX_RUNS = 64  # listed in a view, those that are gone included

@@ -160,12 +160,13 @@ def test_programs_are_valid_python(page: Path) -> None:
         ast.parse(block)
 
 
-def test_the_readme_lists_every_page() -> None:
-    readme = text_of(ROOT / "README.md")
+def test_the_index_lists_every_page_and_example() -> None:
+    index = text_of(ROOT / "docs" / "index.md")
     for page in PAGES:
-        assert f"docs/{page.name}" in readme, page.name
+        assert page.name == "index.md" or f"]({page.name})" in index, page.name
     for example in (ROOT / "examples").glob("*.py"):
-        assert f"examples/{example.name}" in readme or "`examples/`" in readme
+        assert f"`{example.name}`" in index, example.name
+    assert "](docs/index.md)" in text_of(ROOT / "README.md")
 
 
 def test_the_checkpoint_page_quotes_the_example() -> None:

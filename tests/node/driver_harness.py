@@ -124,13 +124,5 @@ def nothing(event: Event) -> list[Effect]:
     return []
 
 
-async def until(holds: Callable[[], Any]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen")
-
-
 def call(number: int) -> LocalCall:
     return LocalCall(number, "request", 0.0)  # type: ignore[arg-type]

@@ -25,9 +25,9 @@ from kvd.node.listening import own_addresses
 from kvd.node.roles import new_daemon
 from kvd.node.scheduler_search import KeyWait, Notices, no_answer, remedy
 from kvd.testing.cluster import LocalCluster, ThreadNode, wait_until
+from kvd.transport.finding import Finding, Outcome
 from kvd.transport.reaching import UnknownNameError
 from kvd.transport.zmq.curve import Curve
-from kvd.transport.zmq.probe import Finding, Outcome
 from tests.transport.names_harness import Names
 
 NAME = "late.example"

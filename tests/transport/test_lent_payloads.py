@@ -24,8 +24,9 @@ from kvd.transport.memory.remote_segments import (
     reference_to,
 )
 from kvd.transport.memory.segments import Bytes
-from tests.transport.host_harness import Node, connected, eventually, run
+from tests.transport.host_harness import Node, connected, run
 from tests.transport.link_harness import MIB, End, block_of, pair, pattern, spans, until
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 

@@ -11,7 +11,8 @@ import pytest
 
 from kvd.transport import host
 from kvd.transport.links.loop_pause import LoopPause
-from tests.transport.host_harness import eventually, run, two_nodes
+from tests.transport.host_harness import run, two_nodes
+from tests.waiting import eventually
 
 
 class Watched:

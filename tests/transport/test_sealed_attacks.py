@@ -13,8 +13,9 @@ from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport.links import listener
 from kvd.transport.links.connector import LinkConnector
-from tests.transport.host_harness import Node, eventually, run
+from tests.transport.host_harness import Node, run
 from tests.transport.tcp_harness import tcp_node, with_pair
+from tests.waiting import eventually
 
 CLAIM_BYTES = 80  # what a client says to prove itself
 
@@ -35,6 +36,7 @@ class Relay:
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0
         self.seen = b""
+        self.passed = {"up": 0, "down": 0}
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -45,12 +47,11 @@ class Relay:
         await asyncio.gather(self._pump("up", reader, up_writer), self._pump("down", up_reader, writer))
 
     async def _pump(self, direction: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        passed = 0
         with suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 self.seen += data
-                writer.write(self._change(direction, data, passed))
-                passed += len(data)
+                writer.write(self._change(direction, data, self.passed[direction]))
+                self.passed[direction] += len(data)
                 await writer.drain()
         writer.close()
 
@@ -113,8 +114,8 @@ def flip_later(direction: str, data: bytes, passed: int) -> bytes:
 
 def test_a_changed_bit_ends_the_link_and_zmq_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with relayed(monkeypatch, flip_later) as (client, server, incarnation, _):
-            await asyncio.sleep(0.1)
+        async with relayed(monkeypatch, flip_later) as (client, server, incarnation, relay):
+            await eventually(lambda: relay.passed["up"] >= CLAIM_BYTES, "the proof has passed")
             assert client.send(incarnation, b"changed on the way", bytes(50_000))
             await eventually(lambda: client.transport.paths()[incarnation].kind == PathKind.ZMQ)
             assert server.messages == []

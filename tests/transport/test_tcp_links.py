@@ -18,9 +18,10 @@ from kvd.transport.links.listener import TcpLinks
 from kvd.transport.links.sealing import RECORD_BYTES
 from kvd.transport.links.write_coalescing import MOST_HELD
 from kvd.transport.zmq.curve import Curve, new_keypair
-from tests.transport.host_harness import Node, eventually, run
+from tests.transport.host_harness import Node, run
 from tests.transport.link_harness import MIB, pattern
 from tests.transport.tcp_harness import KEYS, kind_of, tcp_node, tcp_pair, with_pair
+from tests.waiting import begun, eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -183,8 +184,7 @@ def test_program_threads_read_links_over_tcp_while_they_wait(keys: Curve | None)
         client.transport.reader.pause.begin()
         waker, other = socket.socketpair()
         with waker, other:
-            answer = asyncio.create_task(asyncio.to_thread(client.transport.reader.wait, 20.0, waker.fileno()))
-            await asyncio.sleep(0.05)
+            answer = await begun("wait", client.transport.reader.wait, 20.0, waker.fileno())
             assert server.send(server.messages[0][0], b"answer", bytes(3 * MIB))
             while not client.messages:
                 await answer

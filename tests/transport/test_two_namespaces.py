@@ -18,8 +18,9 @@ from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport.links.listener import TcpLinks
 from kvd.transport.zmq.curve import Curve
-from tests.transport.host_harness import ROOT, Node, cluster_keys, eventually, run
+from tests.transport.host_harness import ROOT, Node, cluster_keys, run
 from tests.transport.link_harness import MIB, pattern
+from tests.waiting import eventually
 
 NETWORK = f"10.213.{os.getpid() % 250}"  # others may run this test, too
 KEYS: Curve = cluster_keys()

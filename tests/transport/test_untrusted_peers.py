@@ -17,7 +17,8 @@ from kvd.protocol.messages import PathKind
 from kvd.transport import host
 from kvd.transport.links import listener
 from kvd.transport.links.sockets import unix_name
-from tests.transport.host_harness import Node, eventually, run, two_nodes
+from tests.transport.host_harness import Node, run, two_nodes
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 

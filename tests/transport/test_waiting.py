@@ -11,8 +11,9 @@ from kvd.protocol.messages import PathKind
 from kvd.transport.host import HostTransport
 from kvd.transport.links import connector
 from kvd.transport.links.connector import Waiting
-from tests.transport.host_harness import Node, eventually, run
+from tests.transport.host_harness import Node, run
 from tests.transport.link_harness import spans
+from tests.waiting import eventually
 
 SERVER = ServerPeer(4711)
 

@@ -19,7 +19,7 @@ from kvd.core.requests import JoinCluster
 from kvd.errors import ConfigError, ConnectError, RequestTimeout
 from kvd.node.scheduler_search import FIRST_NOTICE_S, KeyWait, Notices, no_answer, remedy
 from kvd.protocol.messages import Member, Settings
-from kvd.transport.zmq.probe import Finding, Outcome
+from kvd.transport.finding import Finding, Outcome
 
 SILENCE_S = 3.0
 """A scheduler that has been silent for so long may be what everyone waits for."""

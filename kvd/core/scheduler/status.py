@@ -10,6 +10,7 @@ from kvd.core.scheduler.placement.partitions import Partitions
 from kvd.protocol.messages import LAST_SNAPSHOT
 
 MAX_DIGITS = 18
+_OF_SNAPSHOT = ("step", "at", "every")
 
 
 def run_report(
@@ -27,10 +28,12 @@ def run_report(
 
 
 def _last_snapshot(rendezvous: Rendezvous) -> dict[str, object] | None:
-    """The last snapshot that the program has written: after how many steps, and when, in seconds since 1970."""
-    step, _, at = rendezvous.barriers.said(LAST_SNAPSHOT, 0).text.partition(" ")
-    is_valid = all(number.isdecimal() and len(number) <= MAX_DIGITS for number in (step, at))
-    return {"step": int(step), "at": int(at)} if is_valid else None
+    """The last snapshot that the program has written: after how many steps, when, in seconds since 1970, and the steps
+    from one to the next, 0 without a schedule."""
+    said = rendezvous.barriers.said(LAST_SNAPSHOT, 0).text.split(" ")
+    if len(said) != len(_OF_SNAPSHOT) or not all(text.isdecimal() and len(text) <= MAX_DIGITS for text in said):
+        return None
+    return dict(zip(_OF_SNAPSHOT, map(int, said), strict=True))
 
 
 def _member(seat: Seat, liveness: Liveness, now: float) -> dict[str, object]:

@@ -443,6 +443,11 @@ class ServerMachine:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
 
+    @property
+    def memory_used_nbytes(self) -> int:
+        """What this run needs now, as counted against the limit, in bytes."""
+        return self._memory_use.used_nbytes
+
     def drop_values(self) -> None:
         """Drop the bytes of all slices: the run is given up, and this machine takes no further step.
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import suppress
-from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvd.config import Address, parse_address, tcp_address
+from kvd.transport.finding import Finding, Outcome
 from kvd.transport.reaching import UnknownNameError, connect_to_any, number_of
 from kvd.transport.zmq.curve import Curve
 
@@ -38,32 +38,6 @@ _SERVICES: Final = {
     b"220": "a mail or FTP server",
 }
 """First bytes of what services say, of themselves or to a line that they do not understand."""
-
-
-class Outcome(Enum):
-    """How a handshake went."""
-
-    UNKNOWN_NAME = "no address is known for the host's name"
-    REFUSED = "nothing listens there"
-    NO_ANSWER = "there is no way to it, or it says nothing"
-    SUCCEEDED = "each side accepts the other's key"
-    NOT_ZMQ = "something else than ZeroMQ listens there"
-    WITHOUT_KEYS = "the other side uses no keys, this one does"
-    WITH_KEYS = "the other side uses keys, this one does not"
-    OTHER_KEY = "the other side holds another key than the one that this side expects"
-    NOT_ADMITTED = "the other side does not let this key in"
-
-
-class Finding(NamedTuple):
-    """What a handshake showed.
-
-    Attributes:
-        outcome: how it went.
-        detail: without an answer, why, in the words of the system; for `Outcome.NOT_ZMQ`, what listens there.
-    """
-
-    outcome: Outcome
-    detail: str = ""
 
 
 def try_handshake(address: str, curve: Curve | None, key: str = "", timeout_s: float = 1.0) -> Finding:

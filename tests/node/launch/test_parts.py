@@ -159,7 +159,7 @@ def test_a_ready_socket_waits_for_ready(message: bytes) -> None:
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
         ):
             sender.sendto(b"STATUS=READY=1 soon", f"\0{ready.name[1:]}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # time itself: nothing is reported
             assert not ready.reported.done()
             sender.sendto(message, f"\0{ready.name[1:]}")
             sender.sendto(message, f"\0{ready.name[1:]}")
