@@ -1,6 +1,7 @@
 """A node in virtual time: a real machine, whose steps and effects take the time that was measured for such.
 
-It plays `kvd.node.driver` for the machine, as `kvd.testing.shell` does under faults. Values have a size and no bytes.
+It plays `kvd.node.shell.driver` for the machine, like `kvd.testing.shell` does under faults. Values have a size, no
+bytes.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class Node:
         self._network.carry(self, effect.peer, message, header_nbytes, nbytes, held)
 
     def _header_nbytes(self, message: Any, run: int, epoch: Epoch) -> int:
-        """What goes to many nodes is encoded once, as in `kvd.node.sending`."""
+        """What goes to many nodes is encoded once, as in `kvd.node.shell.sending`."""
         if not isinstance(message, View | ViewChange):
             return len(encode(message, self.machine.incarnation, epoch, run))
         known = self._encoded.get(id(message))

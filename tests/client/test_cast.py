@@ -12,7 +12,7 @@ import torch
 
 import kvd
 from kvd.errors import DtypeMismatch, ShapeMismatch
-from kvd.node import decoding
+from kvd.node.shell import decoding
 from kvd.optimizer import SGD
 from kvd.testing.cluster import LocalCluster
 from tests.client.test_repeated_keys import run

@@ -17,7 +17,7 @@ from kvd.client.cluster.observer import Observer
 from kvd.config import Config
 from kvd.core.requests import Request
 from kvd.errors import ConnectError
-from kvd.node.scheduler_search import KeyWait
+from kvd.node.daemon.scheduler_search import KeyWait
 from kvd.testing.cluster import LocalCluster, engine_of
 from kvd.transport.host import HostTransport
 

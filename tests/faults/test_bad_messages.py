@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.node.identity import token_of
+from kvd.node.daemon.identity import token_of
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import (
     NO_KEY,

@@ -29,9 +29,9 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import NotAllowed
-from kvd.node import records
-from kvd.node.background import FEW_IDS_NBYTES
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.background import FEW_IDS_NBYTES
+from kvd.node.storage import records
 from kvd.protocol.messages import NO_RUN, Done, Epoch
 from kvd.transport.links.write_coalescing import WriteCoalescing
 from tests.node.driver_harness import DriverHarness, call, run

@@ -13,8 +13,8 @@ import pytest
 
 from kvd.core.principals import KeyRole
 from kvd.errors import ConfigError
-from kvd.node.allowed_keys import AllowedKeys
-from kvd.node.keyfiles import (
+from kvd.node.keys.allowed_keys import AllowedKeys
+from kvd.node.keys.keyfiles import (
     MAX_FILE_BYTES,
     KeyKind,
     NodeKey,

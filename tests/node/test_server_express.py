@@ -15,8 +15,8 @@ import kvd
 from kvd.core.machine import JobDone, LinkPeer
 from kvd.core.server.express import ExpressRounds
 from kvd.core.server.lane import PushLane
-from kvd.node.jobs import JobRunner
-from kvd.node.server_express import MOST_WAITING, RepeatedPushes
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.server_express import MOST_WAITING, RepeatedPushes
 from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import PUSH_NBYTES, values_header
 from kvd.protocol.messages import ADD, Epoch, PushBatch

@@ -23,7 +23,7 @@ from kvd.core.server.records import Answer, Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.syncing import Syncing
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.protocol.messages import SliceId
 from kvd.testing.campaign import FAILOVERS, SERVERS_DIE, Campaign
 from kvd.testing.mishaps import Mishaps

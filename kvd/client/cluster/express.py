@@ -29,8 +29,8 @@ from kvd.client.cluster.users import StoreUsers
 from kvd.core.machine import Send
 from kvd.core.requests import Item
 from kvd.core.worker.machine import WorkerMachine
-from kvd.node.driver import Driver
-from kvd.node.threads import LinkWaiter
+from kvd.node.shell.driver import Driver
+from kvd.node.shell.threads import LinkWaiter
 from kvd.transport.host import HostTransport
 from kvd.transport.links.frames import INLINE_BELOW_BYTES
 from kvd.transport.links.link import Link

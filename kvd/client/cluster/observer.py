@@ -30,8 +30,8 @@ from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KeyNotFound, KvdError, NotAllowed, RequestTimeout
-from kvd.node.facts import wall_clock_s
-from kvd.node.keyring import Keyring
+from kvd.node.daemon.facts import wall_clock_s
+from kvd.node.keys.keyring import Keyring
 from kvd.protocol.messages import NO_RUN, Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
 from kvd.protocol.specs import ANY_ROW, DTYPES, KeySpec
 from kvd.transport.finding import Finding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.node.launch.job import Job
-from kvd.node.launch.restarts import Restart, RestartCount
+from kvd.node.launch.restart_policy import Restart, RestartCount
 
 
 class Anew:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvd.errors import ConfigError
 from kvd.node.launch.hosts import Host
-from kvd.node.launch.restarts import RestartRule
+from kvd.node.launch.restart_policy import RestartRule
 from kvd.node.launch.ssh import SSH
 
 

@@ -37,7 +37,7 @@ def job_key(environment: Mapping[str, str], folder: Path) -> JobKey:
     Raises:
         ConfigError: the settings name a key that cannot be used, or are wrong.
     """
-    from kvd.node.keyfiles import key_text, new_cluster_key, read_key, write_key  # `kvd --help` needs no keys
+    from kvd.node.keys.keyfiles import key_text, new_cluster_key, read_key, write_key  # `kvd --help` needs no keys
 
     config = load({}, environ=child_environment(environment)).config
     if config.insecure:

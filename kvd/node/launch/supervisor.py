@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvd.errors import RequestTimeout
-from kvd.node.exit_codes import ExitCode
+from kvd.node.daemon.exit_codes import ExitCode
 from kvd.node.launch.anew import Anew
 from kvd.node.launch.child import Child
 from kvd.node.launch.crew import Crew
@@ -19,12 +19,12 @@ from kvd.node.launch.ending import KILL_GRACE_S, end_all
 from kvd.node.launch.job import Job
 from kvd.node.launch.job_key import job_key
 from kvd.node.launch.job_output import JobOutput
-from kvd.node.launch.look import Sighting, look_at
 from kvd.node.launch.output import Stream
 from kvd.node.launch.plan import READY_FILE, JobPlan, ProcessSpec
+from kvd.node.launch.preflight import Sighting, look_at
 from kvd.node.launch.reach import Reach
 from kvd.node.launch.ready_socket import ReadySocket
-from kvd.node.launch.restarts import Restarts
+from kvd.node.launch.restart_policy import Restarts
 from kvd.node.launch.ssh import LOST
 from kvd.node.launch.stdin import MAX_BYTES, StdinCopies
 from kvd.node.launch.stop_request import StopRequest, Urgency

@@ -61,7 +61,7 @@ from kvd.core.machine import (
     Tick,
 )
 from kvd.errors import KvdError
-from kvd.node.timer import DeadlineTimer
+from kvd.node.shell.timer import DeadlineTimer
 from kvd.observe.log import event
 from kvd.transport.host import HostTransport
 from kvd.transport.links.frames import ExpectedFrame

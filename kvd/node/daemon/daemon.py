@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from kvd.config import Config, Role, systemd_environment
 from kvd.core.machine import Machine
 from kvd.errors import ConfigError, KvdError
-from kvd.node.driver import Driver
-from kvd.node.exit_codes import ExitCode, exit_code_of
-from kvd.node.keyring import Keyring
+from kvd.node.daemon.exit_codes import ExitCode, exit_code_of
+from kvd.node.daemon.ready_file import ReadyFile
+from kvd.node.daemon.watch import ProcessWatch
+from kvd.node.keys.keyring import Keyring
 from kvd.node.parent import without_ignored
-from kvd.node.ready_file import ReadyFile
-from kvd.node.watch import ProcessWatch
+from kvd.node.shell.driver import Driver
 from kvd.observe.log import event
 from kvd.observe.systemd import Notifier
 from kvd.transport.host import HostTransport

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvd.node.atomic_file import copy_owner_and_mode
+from kvd.node.storage.atomic_file import copy_owner_and_mode
 
 OWNER_ONLY = 0o600
 SUFFIX = ".spare"

@@ -9,9 +9,9 @@ from functools import partial
 
 from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, ServerPeer, Span
 from kvd.errors import ProtocolError
-from kvd.node.facts import ProcessFacts, wall_clock_s
-from kvd.node.threads import Stepper
-from kvd.node.whole_buffers import joined
+from kvd.node.daemon.facts import ProcessFacts, wall_clock_s
+from kvd.node.shell.threads import Stepper
+from kvd.node.shell.whole_buffers import joined
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import (
@@ -41,7 +41,7 @@ logger = logging.getLogger("kvd.node")
 
 
 class MessageSender:
-    """Runs on the thread that carries out effects or that received an invalid frame, see `kvd.node.threads`."""
+    """Runs on the thread that carries out effects or that received an invalid frame, see `kvd.node.shell.threads`."""
 
     def __init__(
         self, machine: Machine, transport: Transport, stepper: Stepper, facts: ProcessFacts | None = None

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvd.config import Address, Config, Role, parse_address, tcp_address
 from kvd.errors import ConfigError, ConnectError
-from kvd.node.scheduler_search import Notices, in_daemon_thread
+from kvd.node.daemon.scheduler_search import Notices, in_daemon_thread
 from kvd.observe.log import event
 from kvd.transport.reaching import UnknownNameError, connect_to_any, is_name, look_up, number_of
 

@@ -8,9 +8,9 @@ from concurrent.futures import Executor
 
 from kvd.core.machine import DropRun, ForgetState, Job, JobDone, Persist, Persisted, ReadRows, ResetState, Run
 from kvd.errors import NotAllowed
-from kvd.node.jobs import JobRunner
-from kvd.node.records import RecordSaver
-from kvd.node.threads import Stepper
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.threads import Stepper
+from kvd.node.storage.records import RecordSaver
 from kvd.transport.links.write_coalescing import WriteCoalescing
 
 FEW_IDS_NBYTES = 16 << 10

@@ -2,7 +2,7 @@
 
 A file has lines ``NAME = "VALUE"`` and comments. One with the key of a cluster is all that a node needs; whoever has it
 may do everything. One with the key of a single node also names the scheduler's public key; what its holder may do is
-said by the lists of allowed keys (`kvd.node.allowed_keys`).
+said by the lists of allowed keys (`kvd.node.keys.allowed_keys`).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import Final
 from kvd.config import Config, Role, config_home, credentials_directory
 from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ConfigError
-from kvd.node.allowed_keys import AllowedKeys
-from kvd.node.keyfiles import KeyKind, NodeKey, new_cluster_key, read_key, write_key
+from kvd.node.keys.allowed_keys import AllowedKeys
+from kvd.node.keys.keyfiles import KeyKind, NodeKey, new_cluster_key, read_key, write_key
 from kvd.transport.zmq.curve import Curve
 
 CREDENTIAL: Final = "kvd.key"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from kvd.config import Loaded, Role
 from kvd.errors import KvdError
-from kvd.node.core_dumps import forbid_core_dumps
-from kvd.node.daemon import Daemon
-from kvd.node.descriptors import raise_descriptor_limit
-from kvd.node.exit_codes import exit_code_of
-from kvd.node.memory import share_one_pool
-from kvd.node.ready_file import ReadyFile
-from kvd.node.scheduler_role import SchedulerRole
-from kvd.node.server_role import ServerRole
+from kvd.node.daemon.core_dumps import forbid_core_dumps
+from kvd.node.daemon.daemon import Daemon
+from kvd.node.daemon.descriptors import raise_descriptor_limit
+from kvd.node.daemon.exit_codes import exit_code_of
+from kvd.node.daemon.memory import share_one_pool
+from kvd.node.daemon.ready_file import ReadyFile
+from kvd.node.daemon.scheduler_role import SchedulerRole
+from kvd.node.daemon.server_role import ServerRole
 from kvd.observe.log import configure, event
 
 logger = logging.getLogger("kvd.node")

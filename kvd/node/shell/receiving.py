@@ -9,9 +9,9 @@ from typing import TypeAlias
 from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
 from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ProtocolError
-from kvd.node.decoding import arrived
-from kvd.node.sending import MessageSender
-from kvd.node.threads import Stepper
+from kvd.node.shell.decoding import arrived
+from kvd.node.shell.sending import MessageSender
+from kvd.node.shell.threads import Stepper
 from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode
 from kvd.protocol.envelope import Decoded
@@ -27,7 +27,7 @@ logger = logging.getLogger("kvd.node")
 
 class MessageReceiver:
     """Called by the transport, on the thread that reads: the loop, or a program thread that waits (see
-    `kvd.node.threads`).
+    `kvd.node.shell.threads`).
 
     Attributes:
         take_push: takes a push with a payload that may be held for its round: its peer, header, decoded header, payload

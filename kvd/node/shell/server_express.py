@@ -21,9 +21,9 @@ from kvd.core.principals import HOLDER, Principal
 from kvd.core.server.express import Round
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
-from kvd.node.jobs import JobRunner
-from kvd.node.sending import MessageSender
-from kvd.node.threads import Stepper
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.sending import MessageSender
+from kvd.node.shell.threads import Stepper
 from kvd.observe.log import event
 from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import (

@@ -38,10 +38,10 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import KvdError, NotAllowed, ProtocolError
-from kvd.node.controllers import Controller, installed_controllers
-from kvd.node.decoding import CodedSlice
-from kvd.node.optimizer_states import OptimizerStates
-from kvd.node.table_parts import TableParts
+from kvd.node.jobs.controllers import Controller, installed_controllers
+from kvd.node.jobs.optimizer_states import OptimizerStates
+from kvd.node.jobs.table_parts import TableParts
+from kvd.node.shell.decoding import CodedSlice
 from kvd.protocol.messages import NO_RUN
 from kvd.protocol.specs import padded, state_of_table_text
 

@@ -12,8 +12,8 @@ from typing import Any
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError
 from kvd.files import read_file
-from kvd.node.state_lock import InUse, StateLock
-from kvd.node.swapped_file import SwappedFile
+from kvd.node.storage.state_lock import InUse, StateLock
+from kvd.node.storage.swapped_file import SwappedFile
 
 STATE_FILE = "scheduler.json"
 OWNER_ONLY_FOLDER = 0o700

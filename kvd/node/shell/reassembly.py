@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvd.core.machine import Span
-from kvd.node.decoding import CodedSlice
+from kvd.node.shell.decoding import CodedSlice
 
 
 class ReassemblyBuffer:

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from kvd.compute.tensors import dtype_name
-from kvd.node.atomic_file import write_atomically
+from kvd.node.storage.atomic_file import write_atomically
 from kvd.snapshots.parts import Tensor, header
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids

@@ -21,14 +21,11 @@ from kvd.core.requests import Depart
 from kvd.core.server.router import ServerRouter, ServerSettings
 from kvd.core.session import Identity, SchedulerSession
 from kvd.errors import ConnectError, KvdError
-from kvd.node.driver import Driver
-from kvd.node.facts import ProcessFacts
-from kvd.node.identity import host_id, host_name, new_incarnation, reachable
-from kvd.node.jobs import JobRunner
-from kvd.node.keyring import Keyring
-from kvd.node.listening import LOOK_UP_EVERY_S, listen_address, when_known
-from kvd.node.memory import keep_freed_memory
-from kvd.node.scheduler_search import (
+from kvd.node.daemon.facts import ProcessFacts
+from kvd.node.daemon.identity import host_id, host_name, new_incarnation, reachable
+from kvd.node.daemon.listening import LOOK_UP_EVERY_S, listen_address, when_known
+from kvd.node.daemon.memory import keep_freed_memory
+from kvd.node.daemon.scheduler_search import (
     HandshakeWatch,
     KeyWait,
     Notices,
@@ -38,8 +35,11 @@ from kvd.node.scheduler_search import (
     problem_of,
     remedy,
 )
-from kvd.node.server_express import ServerExpress
-from kvd.node.watch import ProcessWatch
+from kvd.node.daemon.watch import ProcessWatch
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.keys.keyring import Keyring
+from kvd.node.shell.driver import Driver
+from kvd.node.shell.server_express import ServerExpress
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.finding import Finding

@@ -1,6 +1,6 @@
 """The shell around one machine: it starts the parts that bring events, and says which part carries out which effect.
 
-Which thread does what is written in `kvd.node.threads`.
+Which thread does what is written in `kvd.node.shell.threads`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from kvd.core.machine import (
     Stop,
 )
 from kvd.errors import ConnectError, KvdError
-from kvd.node.background import Background
-from kvd.node.decoding import CodedSlice
-from kvd.node.facts import ProcessFacts
-from kvd.node.jobs import JobRunner
-from kvd.node.reassembly import ReassemblyBuffer
-from kvd.node.receiving import MessageReceiver
-from kvd.node.sending import MessageSender
-from kvd.node.threads import Stepper, report_failed_effect
-from kvd.node.whole_buffers import scatter
+from kvd.node.daemon.facts import ProcessFacts
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.background import Background
+from kvd.node.shell.decoding import CodedSlice
+from kvd.node.shell.reassembly import ReassemblyBuffer
+from kvd.node.shell.receiving import MessageReceiver
+from kvd.node.shell.sending import MessageSender
+from kvd.node.shell.threads import Stepper, report_failed_effect
+from kvd.node.shell.whole_buffers import scatter
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 from kvd.transport.links.write_coalescing import WriteCoalescing

@@ -16,13 +16,13 @@ from kvd.core.machine import PeerLost
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError, KvdError
-from kvd.node.driver import Driver
-from kvd.node.facts import ProcessFacts
-from kvd.node.identity import host_id, host_name, new_incarnation, reachable
-from kvd.node.keyring import Keyring
-from kvd.node.listening import when_known
-from kvd.node.state_file import SchedulerStateFile
-from kvd.node.watch import ProcessWatch
+from kvd.node.daemon.facts import ProcessFacts
+from kvd.node.daemon.identity import host_id, host_name, new_incarnation, reachable
+from kvd.node.daemon.listening import when_known
+from kvd.node.daemon.watch import ProcessWatch
+from kvd.node.keys.keyring import Keyring
+from kvd.node.shell.driver import Driver
+from kvd.node.storage.state_file import SchedulerStateFile
 from kvd.observe.log import event
 from kvd.protocol.messages import Settings
 from kvd.transport.host import HostTransport

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from kvd.config import Config, parse_address
 from kvd.errors import ConnectError
-from kvd.node.keyring import missing_key, no_key, user_key_path
+from kvd.node.keys.keyring import missing_key, no_key, user_key_path
 from kvd.transport.finding import Finding, Outcome
 from kvd.transport.zmq.curve import Curve, fingerprint
 from kvd.transport.zmq.probe import try_handshake

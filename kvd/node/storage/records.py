@@ -10,8 +10,8 @@ from enum import Enum, auto
 from functools import partial
 
 from kvd.core.machine import Event, Persist, Persisted, PersistFailed
-from kvd.node.descriptors import NO_DESCRIPTOR
-from kvd.node.state_lock import InUse
+from kvd.node.daemon.descriptors import NO_DESCRIPTOR
+from kvd.node.storage.state_lock import InUse
 from kvd.observe.log import event
 
 FIRST_PAUSE_S = 0.5
