@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from kvd.node.daemon.descriptors import descriptors
 from kvd.node.daemon.identity import host_id
+from kvd.node.daemon.process_limits import descriptors
 from kvd_cli.copies import Report
 
 FILES_OF_A_WORKER: Final = 64

@@ -49,9 +49,8 @@ from kvd.core.principals import HOLDER
 from kvd.core.requests import InitKeys, Request, Transfer
 from kvd.errors import NotAllowed
 from kvd.node.jobs.runner import JobRunner
-from kvd.node.shell.decoding import CodedSlice, arrived
 from kvd.node.shell.driver import copy_rows
-from kvd.node.shell.whole_buffers import joined, scatter
+from kvd.node.shell.payloads import CodedSlice, arrived, joined, scatter
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded

@@ -143,7 +143,7 @@ def test_after_a_peer_was_cut_off_nobody_waits(process: Process) -> None:
 
 
 FREED = """
-from kvd.node.daemon.memory import keep_freed_memory, share_one_pool
+from kvd.node.daemon.process_limits import keep_freed_memory, share_one_pool
 from kvd.transport.limits.process_memory import ProcessMemory
 import threading
 {setup}

@@ -37,7 +37,7 @@ from kvd.core.session import Identity, RunKey, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError, StoreClosed
 from kvd.node.daemon.identity import host_id, host_name, new_incarnation, token_of
-from kvd.node.daemon.memory import keep_freed_memory
+from kvd.node.daemon.process_limits import keep_freed_memory
 from kvd.node.daemon.scheduler_search import HandshakeWatch
 from kvd.node.keys.keyring import Keyring
 from kvd.node.shell.driver import Driver

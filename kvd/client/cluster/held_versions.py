@@ -18,8 +18,7 @@ from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.values import Array, fresh_target, read_only
 from kvd.compute.tensors import named_dtype
 from kvd.core.machine import Span
-from kvd.node.shell.decoding import CodedSlice
-from kvd.node.shell.reassembly import ReassemblyBuffer
+from kvd.node.shell.payloads import CodedSlice, ReassemblyBuffer
 from kvd.protocol.specs import MOST_HELD_VERSIONS, KeySpec
 from kvd.transport.memory.remote_segments import PayloadReference, reference_to
 

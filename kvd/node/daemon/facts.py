@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
-from kvd.node.daemon.descriptors import descriptors
+from kvd.node.daemon.process_limits import descriptors
 from kvd.transport.limits.process_memory import ProcessMemory
 from kvd.version import __version__
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvd.errors import KvdError
 from kvd.files import new_file
-from kvd.node.daemon.descriptors import NO_DESCRIPTOR
+from kvd.node.daemon.process_limits import NO_DESCRIPTOR
 from kvd.observe.log import event
 
 logger = logging.getLogger("kvd.node")

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from kvd.config import Loaded, Role
 from kvd.errors import KvdError
-from kvd.node.daemon.core_dumps import forbid_core_dumps
 from kvd.node.daemon.daemon import Daemon
-from kvd.node.daemon.descriptors import raise_descriptor_limit
 from kvd.node.daemon.exit_codes import exit_code_of
-from kvd.node.daemon.memory import share_one_pool
+from kvd.node.daemon.process_limits import forbid_core_dumps, raise_descriptor_limit, share_one_pool
 from kvd.node.daemon.ready_file import ReadyFile
 from kvd.node.daemon.scheduler_role import SchedulerRole
 from kvd.node.daemon.server_role import ServerRole

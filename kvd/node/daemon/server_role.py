@@ -24,7 +24,7 @@ from kvd.errors import ConnectError, KvdError
 from kvd.node.daemon.facts import ProcessFacts
 from kvd.node.daemon.identity import host_id, host_name, new_incarnation, reachable
 from kvd.node.daemon.listening import LOOK_UP_EVERY_S, listen_address, when_known
-from kvd.node.daemon.memory import keep_freed_memory
+from kvd.node.daemon.process_limits import keep_freed_memory
 from kvd.node.daemon.scheduler_search import (
     HandshakeWatch,
     KeyWait,

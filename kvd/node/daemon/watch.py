@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Hashable
 
-from kvd.node.daemon.descriptors import NO_DESCRIPTOR
+from kvd.node.daemon.process_limits import NO_DESCRIPTOR
 
 
 class ProcessWatch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvd.errors import ConnectError
-from kvd.node.launch.ssh import CONNECT_TIMEOUT_S, LOST, on_host
+from kvd.node.launch.hosts import CONNECT_TIMEOUT_S, LOST, on_host
 from kvd.node.parent import exit_code, kill_session, tied
 from kvd.node.remote import GREETING, Mode
 

@@ -1,4 +1,4 @@
-"""The restarts of a job's processes: how often each is started again, and how soon."""
+"""Restart policy of a job: how often each process, or the whole job, is started again, and how soon."""
 
 from __future__ import annotations
 
@@ -129,3 +129,55 @@ class Restarts:
 
     def _count(self, name: str) -> RestartCount:
         return self._counts.setdefault(name, RestartCount(self._rule))
+
+
+class JobRestarts:
+    """Restarts of a whole job: one whose values are gone begins again from its newest snapshot.
+
+    Args:
+        rule: how often, and how soon.
+        replicas: how many copies of each value there are.
+        restores: whether the job restores a snapshot.
+
+    Attributes:
+        is_due: whether all processes are to end, and the next run is to begin.
+    """
+
+    def __init__(self, rule: RestartRule, replicas: int, *, restores: bool) -> None:
+        self.is_due = False
+        self._replicas = replicas
+        self._restores = restores
+        self._count = RestartCount(rule)
+        self._delay_s = 0.0
+        self._servers_ended = 0  # in this run
+
+    @property
+    def may_have_lost_copies(self) -> bool:
+        """Whether so many servers have ended in this run that both copies of a value may be gone."""
+        return self._replicas > 1 and self._servers_ended >= self._replicas
+
+    def server_ended(self) -> None:
+        """One more server has ended, whatever becomes of it."""
+        self._servers_ended += 1
+
+    def plan(self, ran_s: float) -> Restart | None:
+        """Have the job begin again.
+
+        Args:
+            ran_s: how long that process had run whose end is the reason.
+
+        Returns:
+            The restart, or None: the job does not restore, or has had all of its restarts.
+        """
+        if self.is_due or not self._restores:
+            return None
+        restart = self._count.next(ran_s)
+        if restart is not None:
+            self.is_due, self._delay_s = True, restart.delay_s
+        return restart
+
+    def begin(self) -> float:
+        """The next run begins, after so many seconds."""
+        self.is_due = False
+        self._servers_ended = 0
+        return self._delay_s

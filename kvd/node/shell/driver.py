@@ -50,12 +50,10 @@ from kvd.errors import ConnectError, KvdError
 from kvd.node.daemon.facts import ProcessFacts
 from kvd.node.jobs.runner import JobRunner
 from kvd.node.shell.background import Background
-from kvd.node.shell.decoding import CodedSlice
-from kvd.node.shell.reassembly import ReassemblyBuffer
+from kvd.node.shell.payloads import CodedSlice, ReassemblyBuffer, scatter
 from kvd.node.shell.receiving import MessageReceiver
 from kvd.node.shell.sending import MessageSender
 from kvd.node.shell.threads import Stepper, report_failed_effect
-from kvd.node.shell.whole_buffers import scatter
 from kvd.observe.log import event
 from kvd.transport.base import NOTHING, Transport
 from kvd.transport.links.write_coalescing import WriteCoalescing

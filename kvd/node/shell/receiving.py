@@ -9,7 +9,7 @@ from typing import TypeAlias
 from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
 from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ProtocolError
-from kvd.node.shell.decoding import arrived
+from kvd.node.shell.payloads import arrived
 from kvd.node.shell.sending import MessageSender
 from kvd.node.shell.threads import Stepper
 from kvd.observe.log import Throttle, event

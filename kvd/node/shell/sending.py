@@ -10,8 +10,8 @@ from functools import partial
 from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, ServerPeer, Span
 from kvd.errors import ProtocolError
 from kvd.node.daemon.facts import ProcessFacts, wall_clock_s
+from kvd.node.shell.payloads import joined
 from kvd.node.shell.threads import Stepper
-from kvd.node.shell.whole_buffers import joined
 from kvd.observe.log import event
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import (

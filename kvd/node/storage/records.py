@@ -10,7 +10,7 @@ from enum import Enum, auto
 from functools import partial
 
 from kvd.core.machine import Event, Persist, Persisted, PersistFailed
-from kvd.node.daemon.descriptors import NO_DESCRIPTOR
+from kvd.node.daemon.process_limits import NO_DESCRIPTOR
 from kvd.node.storage.state_lock import InUse
 from kvd.observe.log import event
 

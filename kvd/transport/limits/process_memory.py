@@ -99,10 +99,10 @@ class UnusedMemory:
     """Memory that was freed and that nothing has used for a while: finds it, and gives it back to the system.
 
     A process keeps freed memory for its job, which takes and frees the same buffers in every step
-    (`kvd.node.daemon.memory`). What peers once made libzmq take is freed in the same way, but nothing will need it
-    again. The two differ in time: the least that was unused at any of several looks is what the job did without. A job
-    that uses its memory only between two looks loses pages now and then, and less often each time. No other job loses
-    any.
+    (`kvd.node.daemon.process_limits`). What peers once made libzmq take is freed in the same way, but nothing will need
+    it again. The two differ in time: the least that was unused at any of several looks is what the job did without. A
+    job that uses its memory only between two looks loses pages now and then, and less often each time. No other job
+    loses any.
 
     It belongs to one thread.
     """

@@ -13,7 +13,7 @@ import pytest
 from kvd.errors import ConfigError
 from kvd.node.keys.keyfiles import new_cluster_key, parse_key, read_key, write_key
 from kvd.node.launch import Job, RestartRule, parse_hosts, run
-from kvd.node.launch.job_key import job_key
+from kvd.node.launch.job import job_key
 from tests.node.launch.harness import Lines, python
 
 
