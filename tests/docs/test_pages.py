@@ -16,6 +16,7 @@ from kvd_cli.program import cli
 from tests.docs.sources_harness import ROOT, texts
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+NOTES = sorted((ROOT / "docs" / "notes").glob("*.md"))
 WITH_README = [ROOT / "README.md", *PAGES, ROOT / "deploy" / "README.md"]
 OF_OTHERS = {"--name-only", "--now", "--upgrade", "--launcher", "--create", "--nproc-per-node"}
 """Flags of the other programs that a page shows."""
@@ -104,6 +105,14 @@ def test_flags_exist(page: Path) -> None:
     assert named <= FLAGS
 
 
+@pytest.mark.parametrize("page", [*WITH_README, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_benchmarks_and_their_flags_exist(page: Path) -> None:
+    for name, rest in re.findall(r"python -m benchmarks\.(\w+)([^`\n#]*)", text_of(page)):
+        texts_of_module = [text_of(ROOT / "benchmarks" / f"{part}.py") for part in (name, "arguments")]
+        known = set(re.findall(r"\"(--[a-z-]+)\"", "\n".join(texts_of_module)))
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", rest)) <= known, name
+
+
 @every_page
 def test_variables_exist(page: Path) -> None:
     known = {setting.env for setting in all_settings()} | {
@@ -167,6 +176,11 @@ def test_the_index_lists_every_page_and_example() -> None:
     for example in (ROOT / "examples").glob("*.py"):
         assert f"`{example.name}`" in index, example.name
     assert "](docs/index.md)" in text_of(ROOT / "README.md")
+
+
+def test_pages_are_short_or_have_a_table_of_contents() -> None:
+    assert all(len(text_of(note).splitlines()) <= 200 for note in NOTES)
+    assert re.search(r"^- \[[^]]+\]\(#", text_of(ROOT / "docs" / "performance.md"), re.MULTILINE)
 
 
 def test_the_checkpoint_page_quotes_the_example() -> None:

@@ -21,6 +21,7 @@ from kvd.node.daemon.identity import host_id, host_name, new_incarnation, reacha
 from kvd.node.daemon.listening import when_known
 from kvd.node.daemon.watch import ProcessWatch
 from kvd.node.keys.keyring import Keyring
+from kvd.node.shell.counters import Counters
 from kvd.node.shell.driver import Driver
 from kvd.node.storage.state_file import SchedulerStateFile
 from kvd.observe.log import event
@@ -101,6 +102,7 @@ class SchedulerRole:
             on_halt=on_halt,
             on_stop=on_stop,
             persist=persist,
+            counters=Counters(),
             facts=ProcessFacts(time.monotonic, config.common_settings(self.name)),
         )
         return self._driver

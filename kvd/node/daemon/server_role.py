@@ -38,6 +38,7 @@ from kvd.node.daemon.scheduler_search import (
 from kvd.node.daemon.watch import ProcessWatch
 from kvd.node.jobs.runner import JobRunner
 from kvd.node.keys.keyring import Keyring
+from kvd.node.shell.counters import Counters
 from kvd.node.shell.driver import Driver
 from kvd.node.shell.server_express import ServerExpress
 from kvd.observe.log import event
@@ -142,20 +143,28 @@ class ServerRole:
         )
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
+        counters = Counters()
         machine = ServerRouter(settings, self._session, config.scheduler, config.heartbeat_interval_s)
         self._driver = Driver(
             machine,
             transport,
-            new_runner=partial(JobRunner, allocate=partial(_memory_of_version, transport)),
+            new_runner=partial(JobRunner, allocate=partial(_memory_of_version, transport), counters=counters),
             executor=executor,
             on_halt=on_halt,
             on_stop=on_stop,
+            counters=counters,
             facts=ProcessFacts(time.monotonic, config.common_settings(self.name)),
             holding=transport.holding,
         )
         driver = self._driver
         express = ServerExpress(
-            machine, transport, driver.stepper, driver.sender, driver.background.runner, driver.receiver.receive
+            machine,
+            transport,
+            driver.stepper,
+            driver.sender,
+            driver.background.runner,
+            driver.receiver.receive,
+            counters,
         )
         driver.receiver.take_push = express.take
         return self._driver

@@ -5,6 +5,7 @@ Only here bytes become arrays.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -43,6 +44,7 @@ from kvd.core.machine import (
 from kvd.errors import KvdError, NotAllowed, ProtocolError
 from kvd.node.jobs.optimizer_states import OptimizerStates
 from kvd.node.jobs.table_parts import TableParts
+from kvd.node.shell.counters import TIMED_OF, Counters
 from kvd.node.shell.payloads import CodedSlice
 from kvd.protocol.messages import NO_RUN
 from kvd.protocol.specs import padded, state_of_table_text
@@ -145,11 +147,16 @@ class JobRunner:
     Args:
         controllers: the commands by head; None: those that are installed.
         allocate: gives memory for a new version: this many bytes, as a uint8 array.
+        counters: count the updates; None: nobody reads them.
     """
 
     def __init__(
-        self, controllers: Mapping[str, Controller] | None = None, allocate: Callable[[int], Array] | None = None
+        self,
+        controllers: Mapping[str, Controller] | None = None,
+        allocate: Callable[[int], Array] | None = None,
+        counters: Counters | None = None,
     ) -> None:
+        self._counters = counters or Counters()
         self._states = OptimizerStates()
         self._counts: dict[tuple[str, int], int] = {}  # elements of a slice
         self._controllers = controllers
@@ -186,7 +193,14 @@ class JobRunner:
 
     def _result(self, job: Job) -> Any:
         if isinstance(job, Apply):
-            return self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
+            counters = self._counters
+            counters.updates += 1
+            if counters.updates % TIMED_OF:
+                return self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
+            begun = time.perf_counter()
+            made = self._tables.apply(job) if isinstance(job.current, TableVersion) else self._apply(job)
+            counters.timed_update_s += time.perf_counter() - begun
+            return made
         if isinstance(job, ReadRows):
             return self._tables.read(job)
         if isinstance(job, ListRows):

@@ -50,6 +50,7 @@ from kvd.errors import ConnectError, KvdError
 from kvd.node.daemon.facts import ProcessFacts
 from kvd.node.jobs.runner import JobRunner
 from kvd.node.shell.background import Background
+from kvd.node.shell.counters import Counters
 from kvd.node.shell.payloads import CodedSlice, ReassemblyBuffer, scatter
 from kvd.node.shell.receiving import MessageReceiver
 from kvd.node.shell.sending import MessageSender
@@ -79,6 +80,7 @@ class Driver:
         on_halt: called on the loop's thread when the machine cannot go on.
         on_stop: called on the loop's thread when the node was asked to end.
         persist: puts a record on stable storage; called in the executor.
+        counters: of this process; None: they are read by nobody.
         facts: of this process, for its status report; None: it is asked for none.
         holding: lets messages of a daemon wait for the next one to the same peer; None: they do not wait.
 
@@ -102,6 +104,7 @@ class Driver:
         on_halt: Callable[[KvdError], None] | None = None,
         on_stop: Callable[[str], None] | None = None,
         persist: Callable[[Mapping[str, object]], None] | None = None,
+        counters: Counters | None = None,
         facts: ProcessFacts | None = None,
         holding: WriteCoalescing | None = None,
     ) -> None:
@@ -111,10 +114,11 @@ class Driver:
         self._on_census = on_census
         self._on_halt = on_halt
         self._on_stop = on_stop
+        counters = counters or Counters()
         self.stepper = Stepper(machine, holding)
         self.feed: Callable[[Event], None] = self.stepper.feed
-        self.sender = MessageSender(machine, transport, self.stepper, facts)
-        self.receiver = MessageReceiver(self.stepper, self.sender)
+        self.sender = MessageSender(machine, transport, self.stepper, counters, facts)
+        self.receiver = MessageReceiver(self.stepper, self.sender, counters)
         self.background = Background(self.stepper, new_runner, executor, persist, holding)
 
         self._actions = self._table_of_actions()

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from kvd.core.machine import InvalidFrame, Peer, PeerKind, Received, Send
 from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ProtocolError
+from kvd.node.shell.counters import Counters
 from kvd.node.shell.payloads import arrived
 from kvd.node.shell.sending import MessageSender
 from kvd.node.shell.threads import Stepper
@@ -34,11 +35,12 @@ class MessageReceiver:
             and principal; or returns False. None: they are messages like any other.
     """
 
-    def __init__(self, stepper: Stepper, sender: MessageSender) -> None:
+    def __init__(self, stepper: Stepper, sender: MessageSender, counters: Counters) -> None:
         self.takes_answer: Callable[[Peer, bytes, memoryview], bool] | None = None
         """A shorter way of answers with a payload: False: it has done nothing. Set before the first message."""
         self._stepper = stepper
         self._sender = sender
+        self._counters = counters
         self._throttle = Throttle(LOG_INTERVAL_S)
         self.take_push: TakePush | None = None
 
@@ -52,6 +54,10 @@ class MessageReceiver:
             self.reject(peer, str(error))
             return
         sender, epoch, message, run = decoded
+        counters = self._counters
+        counters.received[type(message)] += 1
+        if payload is not None:
+            counters.received_bytes += len(payload)
         if type(message) is PushBatch and payload is not None:
             if self.take_push is None or not self.take_push(peer, header, decoded, payload, principal):
                 self._stepper.feed(Received(peer, sender, epoch, message, payload, len(payload), run, principal))
@@ -61,6 +67,7 @@ class MessageReceiver:
 
     def reject(self, peer: Peer, text: str) -> None:
         """Answers frames that are not a message with the reason, and logs them once per `LOG_INTERVAL_S`."""
+        self._counters.invalid_frames += 1
         if self._throttle.allow(self._stepper.now(), "garbage"):
             swallowed = self._throttle.swallowed("garbage")
             event(logger, logging.WARNING, "received an invalid frame", error=text, not_logged=swallowed)

@@ -10,6 +10,7 @@ from functools import partial
 from kvd.core.machine import Gathered, Machine, Peer, PeerKind, PeerPath, Received, Send, ServerPeer, Span
 from kvd.errors import ProtocolError
 from kvd.node.daemon.facts import ProcessFacts, wall_clock_s
+from kvd.node.shell.counters import Counters
 from kvd.node.shell.payloads import joined
 from kvd.node.shell.threads import Stepper
 from kvd.observe.log import event
@@ -21,6 +22,7 @@ from kvd.protocol.messages import (
     Epoch,
     ErrorCode,
     Message,
+    NotYet,
     Refused,
     StatusReport,
     View,
@@ -35,7 +37,7 @@ QUICK_REPORT_S = 0.005  # reports that take less are made each time
 MAX_REPORTS = 64  # one for each run
 MAX_ENCODED = 64  # messages to many nodes, of one view
 
-_SPECIAL = frozenset({StatusReport, Attach, View, ViewChange})
+_SPECIAL = frozenset({StatusReport, Attach, View, ViewChange, Refused, NotYet})
 
 logger = logging.getLogger("kvd.node")
 
@@ -44,11 +46,17 @@ class MessageSender:
     """Runs on the thread that carries out effects or that received an invalid frame, see `kvd.node.shell.threads`."""
 
     def __init__(
-        self, machine: Machine, transport: Transport, stepper: Stepper, facts: ProcessFacts | None = None
+        self,
+        machine: Machine,
+        transport: Transport,
+        stepper: Stepper,
+        counters: Counters,
+        facts: ProcessFacts | None = None,
     ) -> None:
         self._machine = machine
         self._transport = transport
         self._stepper = stepper
+        self._counters = counters
         self._facts = facts
         self._latest_view: tuple[Epoch, int] | None = None  # the epoch and the run of what is in `_encoded`
         self._encoded: dict[int, tuple[Message, bytes]] = {}  # by the identity of the message
@@ -64,7 +72,10 @@ class MessageSender:
         payload = effect.payload
         if payload and type(payload[0].buffer) is Gathered:
             payload = (joined(payload[0]),)
-        if payload and (payload[0].nbytes if len(payload) == 1 else payload_nbytes(payload)) > MAX_PAYLOAD_BYTES:
+        nbytes = 0
+        if payload:
+            nbytes = payload[0].nbytes if len(payload) == 1 else payload_nbytes(payload)
+        if nbytes > MAX_PAYLOAD_BYTES:
             text = f"a message carries at most {MAX_PAYLOAD_BYTES >> 20} MiB: ask for less at a time"
             self.send(
                 Send(effect.peer, Refused(getattr(effect.message, "request", 0), ErrorCode.NOT_ALLOWED, text)),
@@ -72,17 +83,24 @@ class MessageSender:
                 epoch,
             )
             return
-        message = effect.message
+        message, counters = effect.message, self._counters
+        kind = type(message)
+        counters.sent[kind] += 1
+        counters.sent_bytes += nbytes
         is_for_many = False
-        if type(message) in _SPECIAL:
-            if isinstance(message, StatusReport):
-                report = self._status(run)
+        if kind in _SPECIAL:
+            if isinstance(message, Refused):
+                counters.refused[message.error.name.lower()] += 1
+            elif isinstance(message, NotYet):
+                counters.postponed[message.reason.name.lower()] += 1
+            elif isinstance(message, StatusReport):
+                report = self.status(run)
                 payload = (Span(report, 0, len(report)),)
             elif isinstance(message, Attach):
                 self._transport.send_with_path(effect.peer, partial(self._attach, message, epoch, run), payload)
                 return
             else:
-                is_for_many = True
+                is_for_many = kind is View or kind is ViewChange
         try:
             make = self._for_many if is_for_many else encode
             header = make(message, self._machine.incarnation, epoch, run)
@@ -117,7 +135,7 @@ class MessageSender:
             refused = Refused(request, ErrorCode.NOT_ALLOWED, f"this cannot be sent: {error}"[:1000])
             self._stepper.queue(Received(peer, self._machine.incarnation, self._machine.epoch, refused, run=run))
 
-    def _status(self, run: int) -> bytes:
+    def status(self, run: int) -> bytes:
         """The report as JSON. With many keys it takes long to make: those who ask again and again get the same one for
         a while, so that making reports takes a small part of this node's time."""
         now = self._stepper.now()
@@ -134,7 +152,7 @@ class MessageSender:
         """The machine's own report, with the facts of this process, how its messages travel to each server that it has
         connected to (by incarnation), and over links within its host, if it has accepted any."""
         now = self._stepper.now()
-        process = {} if self._facts is None else self._facts.report()
+        process = {} if self._facts is None else {**self._facts.report(), "counters": self._counters.report()}
         report = {**self._machine.explain(now, run), **process}
         paths = self._transport.paths().items()
         links = [path for peer, path in paths if peer.kind is PeerKind.LINK and path.kind in WITHIN_HOST]

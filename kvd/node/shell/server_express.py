@@ -22,6 +22,7 @@ from kvd.core.server.express import Round
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
 from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.counters import Counters
 from kvd.node.shell.sending import MessageSender
 from kvd.node.shell.threads import Stepper
 from kvd.observe.log import event
@@ -109,6 +110,7 @@ class ServerExpress:
     Args:
         runner: what runs the jobs of a run.
         deliver: takes messages that go the general way.
+        counters: count the pushes that are held.
     """
 
     def __init__(
@@ -119,7 +121,10 @@ class ServerExpress:
         sender: MessageSender,
         runner: Callable[[int], JobRunner],
         deliver: OnMessage,
+        counters: Counters,
     ) -> None:
+        self._held = counters.held
+        self._unpulled = counters.unpulled
         self._deliver = deliver
         self._router = router
         self._transport = transport
@@ -164,7 +169,7 @@ class ServerExpress:
     def _hold_all(self, pushes: RepeatedPushes, rests: list[bytes], at: int) -> int:
         """Holds the pushes from number `at` on. Returns the number of the first one that goes the general way, or how
         many there are."""
-        machine = self._router.machine_of(pushes.run)
+        machine, begun = self._router.machine_of(pushes.run), at
         if machine is None or not self._stepper.enter():
             return at
         try:
@@ -176,6 +181,7 @@ class ServerExpress:
                 at += 1
         finally:
             self._stepper.leave(math.inf)
+        self._held[pushes.nbytes] += at - begun
         return at
 
     def _deliver_rest(self, pushes: RepeatedPushes, rest: bytes) -> None:
@@ -211,10 +217,12 @@ class ServerExpress:
             if is_pull and source.answer(values_header(sender, epoch, run, request, version), value):
                 self._answering[source] = None
             elif is_pull:
+                self._unpulled[value.nbytes] += 1  # the sender counts it
                 self._sender.send(
                     Send(push.peer, Values(request, (version,)), (Span(value, 0, value.nbytes),)), run, epoch
                 )
             else:
+                self._unpulled[value.nbytes] += 1
                 self._sender.send(Send(push.peer, Done(request)), run, epoch)
 
     def _send_answers(self) -> None:
