@@ -85,7 +85,7 @@ class HostTransport:
         self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links, tcp=tcp)
         sought = None if tcp_links is TcpLinks.OFF else tcp
         self._seeker = LinkConnector(
-            self._ask, self._zmq.endpoint_of, self._opened, self._not_opened, unix=shared_memory, tcp=sought
+            self._ask, self._zmq, self._opened, self._not_opened, unix=shared_memory, tcp=sought
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0

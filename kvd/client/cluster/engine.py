@@ -126,7 +126,7 @@ class Engine:
         self.handshakes = HandshakeWatch(
             config.scheduler,
             curve,
-            lambda: self.session.heard,
+            self.session,
             lambda error: self._driver.feed(HandshakeFailed(SCHEDULER, error)),
             lambda: self.on_finding(),
         )

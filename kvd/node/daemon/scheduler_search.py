@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 from kvd.config import Config, parse_address
+from kvd.core.session import SchedulerSession
 from kvd.errors import ConnectError
 from kvd.node.keys.keyring import missing_key, no_key, user_key_path
 from kvd.transport.finding import Finding, Outcome
@@ -66,7 +67,7 @@ class HandshakeWatch:
     Args:
         address: of the scheduler.
         curve: the keys of this node.
-        heard: whether anything came from the scheduler.
+        session: with the scheduler: `heard` ends the watch.
         on_problem: takes the error, if one shows that waiting is in vain.
         on_finding: called after each handshake that found why there is no answer.
 
@@ -78,24 +79,24 @@ class HandshakeWatch:
         self,
         address: str,
         curve: Curve | None,
-        heard: Callable[[], bool],
+        session: SchedulerSession,
         on_problem: Callable[[ConnectError], None],
         on_finding: Callable[[], None] = lambda: None,
     ) -> None:
         self.finding: Finding | None = None
         self._address = address
         self._curve = curve
-        self._heard = heard
+        self._session = session
         self._on_problem = on_problem
         self._on_finding = on_finding
 
     async def run(self) -> None:
         """Return when the scheduler was heard, or a problem was found."""
         await asyncio.sleep(FIRST_LOOK_S)
-        while not self._heard():
+        while not self._session.heard:
             self.finding = await finding_of(self._address, self._curve)
             problem = problem_of(self.finding, self._address, self._curve)
-            if problem and not self._heard():
+            if problem and not self._session.heard:
                 self._on_problem(ConnectError(problem, address=self._address))
                 return
             self._on_finding()

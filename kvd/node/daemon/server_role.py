@@ -211,9 +211,7 @@ class ServerRole:
         """Find out why the scheduler does not answer, if it does not."""
         session = self._session
         assert session is not None, "make_driver makes it"
-        self._handshakes = HandshakeWatch(
-            self._config.scheduler, self._curve, lambda: session.heard, self._handshake_failed
-        )
+        self._handshakes = HandshakeWatch(self._config.scheduler, self._curve, session, self._handshake_failed)
         return [asyncio.get_running_loop().create_task(self._handshakes.run())]
 
     def _handshake_failed(self, error: KvdError) -> None:

@@ -22,6 +22,7 @@ from kvd.transport.links.outgoing import COST_OF_ENTRY_BYTES, QUEUE_LIMIT_BYTES
 from kvd.transport.links.sealing import OVER_TCP, why_not
 from kvd.transport.links.sockets import other_user, tcp_address_of, tune, unix_name, unix_socket
 from kvd.transport.memory.leases import payload_nbytes
+from kvd.transport.zmq.transport import ZmqTransport
 
 
 class Waiting:
@@ -110,7 +111,7 @@ class LinkConnector:
 
     Args:
         ask: sends a message of this file's protocol over ZeroMQ. False: it was not sent, as there is no connection yet.
-        endpoint_of: where the ZeroMQ connection to a server leads, in numbers; "" if it has ended.
+        connections: the ZeroMQ connections to servers.
         found: takes a connection whose other end has proven itself.
         not_found: takes the address of a server, and why there is no link to it.
         unix: whether to open links within the host.
@@ -120,7 +121,7 @@ class LinkConnector:
     def __init__(
         self,
         ask: Callable[[ServerPeer, bytes], bool],
-        endpoint_of: Callable[[ServerPeer], str],
+        connections: ZmqTransport,
         found: Found,
         not_found: NotFound,
         *,
@@ -128,7 +129,7 @@ class LinkConnector:
         tcp: Medium | None,
     ) -> None:
         self._ask = ask
-        self._endpoint_of = endpoint_of
+        self._connections = connections
         self._found = found
         self._not_found = not_found
         self._unix = unix
@@ -226,7 +227,7 @@ class LinkConnector:
     # ── over TCP ──
 
     def _open_over_tcp(self, search: _Search, offer: Offer) -> None:
-        endpoint = self._endpoint_of(search.peer)
+        endpoint = self._connections.endpoint_of(search.peer)
         where = tcp_address_of(endpoint)
         reason = ""
         if self._tcp is None:
