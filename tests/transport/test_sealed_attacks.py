@@ -87,7 +87,6 @@ async def relayed(
     finally:
         client.close()
         server.close()
-        await asyncio.sleep(0.05)
         if relay is not None:
             await relay.close()
 

@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 100
 
 PROGRAM = """
-import hashlib, os, sys, time
+import hashlib, os, sys
 import numpy as np
 import kvd
+from kvd.testing.cluster import wait_until
 folder, dies = sys.argv[1:]
 with kvd.create("dist_sync") as kv:
     value = np.zeros((50, 40), np.float32)
@@ -33,8 +34,8 @@ with kvd.create("dist_sync") as kv:
         if kv.rank == 0:
             with open(os.path.join(folder, "made"), "a") as file:
                 file.write(f"{step} ")
-        while dies == "dies" and step == 8 and not os.path.exists(os.path.join(folder, "died")):
-            time.sleep(0.01)  # until the servers are killed
+        if dies == "dies" and step == 8:
+            wait_until(lambda: os.path.exists(os.path.join(folder, "died")), "the servers are killed")
         rng = np.random.default_rng([step, kv.rank])
         kv.push(["a", "b"], [rng.standard_normal((50, 40)).astype(np.float32) for _ in range(2)])
     values = kv.pull(["a", "b"])

@@ -173,7 +173,7 @@ class Running:
         code = f"""
             print("here", flush=True)
             while not os.path.exists({str(folder / "go")!r}):
-                time.sleep(0.01)
+                time.sleep(0.01)  # this program has no kvd
         """
         self._folder = folder
         self._lines = lines
