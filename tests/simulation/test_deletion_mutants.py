@@ -111,7 +111,7 @@ def _deleted_without_a_trace(making: KeyMaking, key: Any) -> None:
 
 def states_are_kept(patch: pytest.MonkeyPatch) -> None:
     """The optimizer states of a deleted key stay in memory."""
-    patch.setattr("kvd.node.jobs.JobRunner.forget", lambda *rest: None)
+    patch.setattr("kvd.node.jobs.runner.JobRunner.forget", lambda *rest: None)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from kvd.core.server.records import Answer, Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.syncing import Syncing
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.protocol.messages import SliceId
 from tests.simulation.mutants_harness import check_caught
 from tests.simulator.campaign import FAILOVERS, SERVERS_DIE, Campaign

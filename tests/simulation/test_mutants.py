@@ -26,7 +26,7 @@ from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.push_window import PushWindow
 from kvd.core.worker.transfer import Transfer
-from kvd.node.optimizer_states import OptimizerStates
+from kvd.node.jobs.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
 from tests.simulation.mutants_harness import SEEDS, caught, check_caught
 from tests.simulator.campaign import CAMPAIGNS, Campaign

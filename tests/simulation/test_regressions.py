@@ -22,7 +22,7 @@ from kvd.core.requests import (
     Transfer,
 )
 from kvd.errors import BarrierBroken, NotAllowed, RequestTimeout
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import Departure, SetOptimizer
 from tests.simulation.seeds import seeds

@@ -11,7 +11,7 @@ import pytest
 from kvd.core.machine import Apply
 from kvd.core.server.rounds import SliceLog
 from kvd.core.worker.push_window import PushWindow
-from kvd.node.table_parts import TableParts
+from kvd.node.jobs.table_parts import TableParts
 from kvd.tables import by_part
 from kvd.tables.duplicates import InOrder, firsts
 from kvd.tables.earlier_rows import EarlierRows

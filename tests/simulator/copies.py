@@ -15,7 +15,7 @@ from kvd.core.server.images import OptimizerState, image_of
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
-from kvd.node.jobs import JobRunner, view
+from kvd.node.jobs.runner import JobRunner, view
 from kvd.protocol.messages import View
 from tests.simulator.process import Process
 from tests.simulator.simulator import World, slices_of

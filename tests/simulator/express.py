@@ -1,5 +1,6 @@
 """The express ways in a simulator: what `kvd.client.cluster.express`, `kvd.client.cluster.express_flights` and
-`kvd.node.server_express` do, with messages in place of frames. The update of a round is a job that takes a while."""
+`kvd.node.shell.server_express` do, with messages in place of frames. The update of a round is a job that takes
+a while."""
 
 from __future__ import annotations
 

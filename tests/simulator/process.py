@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from kvd.core.machine import CensusTaken, Event, Machine, Peer
 from kvd.core.requests import Read, Request, Transfer
 from kvd.errors import KvdError
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from tests.simulator.lists import Lists
 
 

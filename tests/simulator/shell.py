@@ -1,4 +1,4 @@
-"""The simulated shell: it plays `kvd.node.driver` for the real machines.
+"""The simulated shell: it plays `kvd.node.shell.driver` for the real machines.
 
 It gives a machine its events, checks the machine's invariants, and carries the effects out, late: messages go through
 the codec and the virtual network, jobs run in the real kernels. A process can die between any two effects.
@@ -48,10 +48,9 @@ from kvd.core.machine import (
 from kvd.core.principals import HOLDER
 from kvd.core.requests import InitKeys, Request, Transfer
 from kvd.errors import NotAllowed
-from kvd.node.decoding import CodedSlice, arrived
-from kvd.node.driver import copy_rows
-from kvd.node.jobs import JobRunner
-from kvd.node.whole_buffers import joined, scatter
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.driver import copy_rows
+from kvd.node.shell.payloads import CodedSlice, arrived, joined, scatter
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded

@@ -23,7 +23,7 @@ from kvd.core.server.machine import ServerMachine
 from kvd.core.server.router import ServerRouter
 from kvd.core.session import RunKey
 from kvd.core.worker.machine import WorkerMachine
-from kvd.node.jobs import view
+from kvd.node.jobs.runner import view
 from kvd.protocol.messages import Settings
 from tests.simulator.clock import VirtualClock
 from tests.simulator.machines import SCHEDULER_ADDRESS, MachineFactory

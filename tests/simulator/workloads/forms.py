@@ -18,7 +18,7 @@ from kvd.compression import TwoBit
 from kvd.core.machine import ReadRows, Span, TableVersion
 from kvd.core.requests import Item, Transfer
 from kvd.core.server.groups import Slice
-from kvd.node.jobs import view
+from kvd.node.jobs.runner import view
 from kvd.protocol.messages import MergedForm
 from kvd.protocol.specs import ROW_ID_BYTES, Initial, KeySpec, TableSpec
 from kvd.tables.by_part import ids_in_parts, rows_in_parts

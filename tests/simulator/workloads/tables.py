@@ -14,7 +14,7 @@ from kvd.core.machine import ReadRows, Span, TableVersion
 from kvd.core.requests import Depart, Flush, Item, Rewind, Transfer, Versions
 from kvd.core.server.groups import Slice
 from kvd.errors import KvdError, NodeLost, RemoteError
-from kvd.node.jobs import view
+from kvd.node.jobs.runner import view
 from kvd.optimizer import SGD
 from kvd.protocol.messages import Departure
 from kvd.protocol.specs import ANY_ROW, Initial, KeySpec, TableSpec
