@@ -27,9 +27,9 @@ from kvd.core.worker.list_moves import Whole
 from kvd.core.worker.loads import ListLoad
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.steps import StepCounter
-from kvd.testing.absences import LATENESS
-from kvd.testing.campaign import CAMPAIGNS
-from kvd.testing.trace import Trace
+from tests.simulator.absences import LATENESS
+from tests.simulator.campaign import CAMPAIGNS
+from tests.simulator.trace import Trace
 
 COMPARED = (
     "rounds, nasty",
