@@ -10,11 +10,11 @@ from struct import Struct
 from typing import NamedTuple
 
 from kvd.protocol.envelope import VERSION, Decoded
-from kvd.protocol.messages import ADD, BIGGEST, MOST_COUNTED, Epoch, PushBatch, Values
+from kvd.protocol.messages import ADD, BIGGEST, MOST_COUNTED, Done, Epoch, PushBatch, Values
 
 _WIDE = 0xCF  # a number of 64 bits follows
 _TRUE, _FALSE, _NONE = 0xC3, 0xC2, 0xC0
-_LONG_LIST, _LIST_OF_9, _LIST_OF_1 = 0xDC, 0x99, 0x91
+_LONG_LIST, _LIST_OF_9, _LIST_OF_7, _LIST_OF_1 = 0xDC, 0x99, 0x97, 0x91
 _PUSH_ENTRIES = 16
 
 # 16 entries: version, kind; sender, generation, change, run, request, batch, clock; how; samples; pull, probe; step,
@@ -22,6 +22,8 @@ _PUSH_ENTRIES = 16
 _PUSH = Struct(">BHBB BQBQBQBQBQBQBQ B BQ BB BQBQBQ")
 # 9 entries: version, kind; sender, generation, change, run, request; a list of one version; no coding
 _VALUES = Struct(">BBB BQBQBQBQBQ B BQ B")
+# 7 entries: version, kind; sender, generation, change, run, request
+_DONE = Struct(">BBB BQBQBQBQBQ")
 _VALUES_HEAD = Struct(">BBB BQBQBQBQBQ BB")
 _VALUES_TAIL = Struct(">QB")
 
@@ -41,6 +43,7 @@ PUSH_HEAD_NBYTES = _PUSH_HEAD.size
 """Of a push, what all pushes of a worker have in common until there is another view."""
 PUSH_TAIL_NBYTES = _PUSH_TAIL.size
 VALUES_NBYTES = _VALUES.size
+DONE_NBYTES = _DONE.size
 VALUES_HEAD_NBYTES = _VALUES_HEAD.size
 """Of an answer, what comes before its version: it is known to the one that has asked."""
 VALUES_TAIL_NBYTES = _VALUES_TAIL.size
@@ -182,6 +185,15 @@ def values_header(sender: int, epoch: Epoch, run: int, request: int, version: in
     return _VALUES.pack(
         _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
         _WIDE, request, _LIST_OF_1, _WIDE, version, _NONE,
+    )
+    # fmt: on
+
+
+def done_header(sender: int, epoch: Epoch, run: int, request: int) -> bytes:
+    """The header of a Done."""
+    # fmt: off
+    return _DONE.pack(
+        _LIST_OF_7, VERSION, Done.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run, _WIDE, request,
     )
     # fmt: on
 
