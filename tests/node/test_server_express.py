@@ -138,7 +138,7 @@ def test_a_bug_ends_no_server(
     def broken(*arguments: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(PushLane, "hold", sometimes(7, PushLane.hold, broken))
+    monkeypatch.setattr(PushLane, "hold", sometimes(20, PushLane.hold, broken))
     with caplog.at_level(logging.ERROR, logger="kvd.node"):
         run(train)
     assert any("a push could not be handled" in record.getMessage() for record in caplog.records)
