@@ -108,6 +108,15 @@ class Number:
     def read(self, offset: int, target: memoryview) -> None:
         target[:] = self.values.view(np.uint8).data[offset : offset + len(target)]
 
+    def weights(self) -> dict[str, Any]:
+        return {}
+
+    def weights_nbytes(self) -> int:
+        return 0
+
+    def write_weight(self, key: str, value: Any) -> None:
+        raise NotImplementedError
+
     def begin_write(self, layout: bytes, donor: str) -> int:
         if layout != self.layout():
             raise NotAllowed(f"{donor} has a parameter {layout.decode()!r}, this model {self._name!r}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import kvd
 from kvd.config import child_environment, load
-from kvd.node.keyfiles import NodeKey, new_cluster_key, new_node_key, public_part, write_key
+from kvd.node.keys.keyfiles import NodeKey, new_cluster_key, new_node_key, public_part, write_key
 from kvd.testing.cluster import ROOT, LocalCluster, ProcessNode, wait_until
 from tests.fuzz.curve import keys_of
 

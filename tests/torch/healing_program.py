@@ -211,6 +211,7 @@ def main() -> None:
                     for victim in chance.sample(holders, 1 + (chance.random() < 0.2)):
                         os.kill(victim, signal.SIGKILL)
                         (folder / f"killed-{victim}").touch()
+                        (folder / f"holds-{victim}").unlink()  # it may be a while until it is reaped
                     kill_at = time.monotonic() + chance.uniform(*KILL_EVERY_S)
                 time.sleep(0.01)  # a turn: the next death, or the next end
                 continue

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.testing.cluster import wait_until
 from kvd.transport import host
-from kvd.transport.zmq import prepare_sending_without_copies
+from kvd.transport.zmq.transport import prepare_sending_without_copies
 from tests.transport.link_harness import memory_in_use
 
 
