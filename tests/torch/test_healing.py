@@ -79,6 +79,7 @@ def in_one_process() -> list[Any]:
     return [value.tolist() for value in models[0].parameters()]
 
 
+@pytest.mark.timeout(300)  # many processes import torch, one after the other
 def test_each_moment_of_death(tmp_path: Path) -> None:
     undisturbed = job(tmp_path / "undisturbed", [])
     assert len({result["digest"] for result in undisturbed}) == 1
