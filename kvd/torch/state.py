@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from kvd.client.calls.process_bound import ProcessBound
 from kvd.client.calls.values import Array
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.parallel.device import Device
@@ -53,6 +54,11 @@ def kept(name: str, thing: object) -> Kept:
     Raises:
         NotAllowed: it has no `state_dict` and is no pair of functions; or its state cannot travel.
     """
+    if isinstance(thing, ProcessBound):
+        raise NotAllowed(
+            f"keep({name!r}, …) would keep the state of an optimizer of kvd.torch, and not its parameters: one "
+            f"optimizer of a store passes its state on, so give that one the parameters of both, in groups of their own"
+        )
     if isinstance(thing, Keeps):
         found = Kept(thing.state_dict, thing.load_state_dict)
     elif isinstance(thing, tuple) and len(thing) == 2 and all(map(callable, thing)):
@@ -87,6 +93,9 @@ class TrainingState:
         self._later: list[tuple[Callable[[Any], Any], Any]] = []  # what is replaced at the end
         for name, tensor in [*self._named, *self._live_buffers().items()]:
             _flat(name, tensor)
+
+    def title(self) -> str:
+        return f"{type(self._optimizer).__name__} with the parameter {self._named[0][0]!r}"
 
     def keep(self, name: str, thing: object) -> None:
         """Take something of the program along.
