@@ -8,18 +8,18 @@ BASE := $(VENV)/.kvd-base
 DEV := $(VENV)/.kvd-dev
 INTEGRATIONS := $(VENV)/.kvd-integrations
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Tests often wait for a process or a timeout: with three workers two cores were idle for half of the time.
-WORKERS ?= 4
+# Tests often wait for a process or a timeout: with four workers two cores were idle for a third of the time.
+WORKERS ?= 6
 CLUSTER_TESTS := tests/cli tests/client tests/compat tests/conformance tests/docs tests/faults tests/fuzz tests/jax tests/node \
-	tests/observe tests/parallel tests/transport $(wildcard tests/test_*.py)
+	tests/observe tests/parallel tests/torch tests/transport $(wildcard tests/test_*.py)
 
 # Tests start hundreds of processes: each of them would compile all of kvd's modules anew, for half of its start-up time.
 unexport PYTHONDONTWRITEBYTECODE
 
 # They run side by side: with two threads each, NumPy's and torch's would wait for each other in loops.
-test test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
+test quick test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-insecure test-integrations test-without-lanes lint reference bench soak clean
+.PHONY: demo test quick test-insecure test-integrations test-without-lanes lint docs bench soak clean
 
 $(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -42,6 +42,10 @@ demo: $(BASE)
 test: $(DEV)
 	$(BIN)/python -m tests.phases --workers $(WORKERS)
 
+# Before each commit: formatting, lint, layers, types, and the tests that find most for their time.
+quick: $(DEV)
+	$(BIN)/python -m tests.phases --quick
+
 # What makes clusters, without keys; tests that are about keys have them.
 test-insecure: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-insecure $(CLUSTER_TESTS)
@@ -49,15 +53,15 @@ test-insecure: $(DEV)
 test-without-lanes: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-lanes off $(CLUSTER_TESTS)
 
-lint: $(DEV) reference
+lint: $(DEV) docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=cli $(BIN)/lint-imports
 
-# The pages of the API, from the docstrings; a broken docstring or reference is an error.
-reference: $(DEV)
-	$(BIN)/python -m docs.reference.build build/reference
+# The site of the documentation, with the API reference; a broken link, docstring or reference is an error.
+docs: $(DEV)
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs . build/site
 
 # Recipes of the documentation for frameworks that are large to install.
 test-integrations: $(INTEGRATIONS)

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from benchmarks.arguments import whole_numbers
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, PeerPath, Received, Send, Span
 from kvd.core.principals import HOLDER
-from kvd.core.scheduler.agreement import SchedulerSettings
+from kvd.core.scheduler.membership.agreement import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.session import Identity, RunKey, SchedulerSession
-from kvd.node.driver import Driver
+from kvd.node.shell.driver import Driver
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Done, Enter, Heartbeat, Message, Settings
 from kvd.transport.base import HeaderOfPath, OnGarbage, OnMessage

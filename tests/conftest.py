@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
 from tests.environments import LANES, WITHOUT_KEYS
 from tests.phases import FAILURES_OPTION
@@ -45,8 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if LocalCluster.default_lanes != "auto":
         os.environ[LANES] = LocalCluster.default_lanes
     _make_keys(config)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; our children inherit it
+    # A background job of a shell ignores SIGINT, a program under nohup SIGHUP, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _make_keys(config: pytest.Config) -> None:

@@ -1,6 +1,6 @@
-"""Everything that `make test` runs, phase by phase. All phases run; the names of what failed are the last lines.
+"""What `make test` and `make quick` run, phase by phase. All phases run; the names of what failed are the last lines.
 
-`python -m tests.phases`
+`python -m tests.phases`, or with `--quick`
 """
 
 from __future__ import annotations
@@ -16,7 +16,24 @@ from pathlib import Path
 from typing import Final
 
 CORE: Final = ("tests/core", "tests/protocol")
-"""They are about the state machines and the protocol alone. Measuring coverage would double the time of the rest."""
+"""They are about the state machines and the protocol alone. Measuring coverage takes 2.7 times as long."""
+
+EXHAUSTIVE: Final = tuple(
+    f"tests/core/test_{name}.py"
+    for name in ["access", "copies_of_tables", "partitions_in_any_order", "replicas", "worker_waits"]
+)
+"""Files of `CORE` that repeat the same lines for many tables, orders and seeds: half of its time, and no line that the
+others do not reach. They run without coverage."""
+
+QUICK: Final = (
+    *CORE,
+    "tests/test_house.py",
+    "tests/test_imports.py",
+    "tests/simulation/test_regressions.py",
+    "tests/simulation/test_runs.py::test_same_seed_same_run",
+    "tests/client/test_cluster.py",
+)
+"""The tests that find most for their time: the machines, seeds that once failed, the order of the house, a cluster."""
 
 REPEATED: Final = tuple(
     f"tests/client/test_{name}.py"
@@ -83,12 +100,26 @@ def phases(workers: str) -> list[Phase]:
     pytest = [*python, "-n", workers]
     covered = ["--cov=kvd/core", "--cov=kvd/protocol", "--cov-report="]
     report = [sys.executable, "-m", "coverage", "report", "--fail-under=95"]
-    others = [f"--ignore={folder}" for folder in CORE]
+    left = [f"--ignore={file}" for file in EXHAUSTIVE]
+    tests = Path("tests")
+    others = sorted({f"tests/{file.relative_to(tests).parts[0]}" for file in tests.rglob("test_*.py")} - {*CORE})
     return [
-        Phase("the core and the protocol", [*python, "-n", "auto", *covered, *CORE]),
+        Phase("the core and the protocol", [*python, "-n", "auto", *covered, *left, *CORE]),
         Phase("the coverage of the core and the protocol", report, is_pytest=False),
-        Phase("all other tests", [*pytest, "--durations=40", *others]),
+        Phase("all other tests", [*pytest, "--durations=40", *others, *EXHAUSTIVE]),
         Phase("repeated operations without lanes", [*pytest, "--kvd-lanes", "off", *REPEATED]),
+    ]
+
+
+def quick_phases() -> list[Phase]:
+    """The phases of `make quick`, in order. A process of pytest per core: the tests calculate more than they wait."""
+    tools = Path(sys.executable).parent
+    return [
+        Phase("format", [f"{tools}/ruff", "format", "--check", "--quiet", "."], is_pytest=False),
+        Phase("lint", [f"{tools}/ruff", "check", "--quiet", "."], is_pytest=False),
+        Phase("layers", ["env", "PYTHONPATH=cli", f"{tools}/lint-imports"], is_pytest=False),
+        Phase("types", [f"{tools}/mypy"], is_pytest=False),
+        Phase("tests", [sys.executable, "-m", "pytest", "--dist", "worksteal", "-n", "auto", *QUICK]),
     ]
 
 
@@ -114,9 +145,12 @@ def run_all(todo: Sequence[Phase], say: Callable[[str], None]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", default="4", help="processes of pytest")
+    parser.add_argument("--workers", default="6", help="processes of pytest")
+    parser.add_argument("--quick", action="store_true", help="the tools, and the tests that find most: a minute")
+    arguments = parser.parse_args()
+    todo = quick_phases() if arguments.quick else phases(arguments.workers)
     try:
-        return run_all(phases(parser.parse_args().workers), lambda line: print(line, flush=True))
+        return run_all(todo, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.environments import ROOT, without_settings
-from tests.phases import FAILURES_OPTION, Phase, phases, run_all
+from tests.phases import FAILURES_OPTION, Phase, phases, quick_phases, run_all
 
 DEADLINE_S: Final = 60.0
 
@@ -66,10 +67,9 @@ class Checkout:
 
 
 VENV, BASE, DEV = "python -m venv --clear .venv", "install --quiet -e .", "install --quiet -e .[dev]"
-DEMO, TEST = "kvd demo", "python -m tests.phases --workers 4"
-LINT = [
-    "python -m docs.reference.build build/reference", "ruff format --check .", "ruff check .", "mypy ", "lint-imports ",
-]  # fmt: skip
+DEMO, TEST, QUICK = "kvd demo", "python -m tests.phases --workers 6", "python -m tests.phases --quick"
+SITE = "python -m sphinx -q -W --keep-going -c docs . build/site"
+LINT = [SITE, "ruff format --check .", "ruff check .", "mypy ", "lint-imports "]
 
 
 @pytest.fixture
@@ -83,11 +83,12 @@ def test_the_demo_needs_the_base_package_only(checkout: Checkout) -> None:
     assert checkout.make("demo") == [VENV, BASE, DEMO]
     assert checkout.make("demo") == [DEMO]
     assert checkout.make("test") == [DEV, TEST]
+    assert checkout.make("quick") == [QUICK]
     assert checkout.make("lint") == LINT
     assert checkout.make("demo") == [DEMO]
 
 
-@pytest.mark.parametrize("target", ["test", "lint"])
+@pytest.mark.parametrize("target", ["test", "quick", "lint"])
 def test_tests_and_tools_need_all(target: str, checkout: Checkout) -> None:
     assert checkout.make(target)[:3] == [VENV, BASE, DEV]
     assert checkout.make("demo") == [DEMO]
@@ -141,12 +142,29 @@ def test_an_interrupted_phase_ends_all() -> None:
     assert said[-1] == "interrupted in: first"
 
 
-def test_the_phases_run_every_test() -> None:
+def files(arguments: Sequence[str]) -> list[Path]:
+    """The files of tests that pytest collects with these arguments, each as often as it does."""
+    ignored = {argument.removeprefix("--ignore=") for argument in arguments if argument.startswith("--ignore=")}
+    found: list[Path] = []
+    for argument in arguments:
+        path = ROOT / argument.partition("::")[0]
+        if argument.startswith("tests/"):
+            assert path.exists(), f"{argument} does not exist"
+            found += path.rglob("test_*.py") if path.is_dir() else [path]
+    return [path for path in found if str(path.relative_to(ROOT)) not in ignored]
+
+
+def test_the_phases_run_every_test_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     core, _, others, repeated = phases("4")
-    assert all((ROOT / file).is_file() for file in repeated.command if file.startswith("tests/"))
-    folders = {argument for argument in core.command if argument.startswith("tests/")}
-    assert {f"--ignore={folder}" for folder in folders} == {a for a in others.command if a.startswith("--ignore")}
-    assert all((ROOT / folder).is_dir() for folder in folders)
+    assert sorted([*files(core.command), *files(others.command)]) == sorted((ROOT / "tests").rglob("test_*.py"))
+    assert files(repeated.command)
+
+
+def test_the_quick_phases_are_tools_and_tests_that_exist() -> None:
+    *tools, tests = quick_phases()
+    assert [shutil.which(program) for phase in tools for program in phase.command if "/" in program]
+    assert files(tests.command)
 
 
 def test_pytest_writes_the_names_of_what_fails(tmp_path: Path) -> None:

@@ -1,17 +1,13 @@
-"""Commands that ask or tell a whole cluster: ``status``, ``doctor``, ``keys``, ``dead-nodes``, ``command`` …"""
+"""Commands that ask or tell a whole cluster: ``status``, ``keys``, ``dead-nodes``, ``command`` …"""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
-from typing import Any
 
 import click
 
 from kvd.client.calls.staleness import put_together
-from kvd.config import named_setting
-from kvd.errors import JobEnded, NotAllowed
+from kvd.node.daemon.facts import wall_clock_s
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
 from kvd_cli.flags import common_options
@@ -21,8 +17,6 @@ from kvd_cli.optimizers import optimizer_rows
 from kvd_cli.options import current
 from kvd_cli.output import ago, lasting, print_advice, print_json, print_table, size
 
-DEFAULT_JOB = named_setting("job").default
-UNDER_WAY = ("forming", "running", "failing", "closing")  # phases of runs that doctor examines
 SHARED_MEMORY = "shared memory"  # the usual path, which needs no note
 
 
@@ -56,7 +50,7 @@ def status() -> None:
         snapshot = report.get("last_snapshot")
         if snapshot is not None:
             click.echo()
-            click.echo(f"last snapshot: step {snapshot['step']}, {ago(time.time() - snapshot['at'])}")
+            click.echo(f"last snapshot: step {snapshot['step']}, {ago(wall_clock_s() - snapshot['at'])}")
         paths = _path_rows(report)
         if paths:
             click.echo()
@@ -70,55 +64,10 @@ def status() -> None:
     click.get_current_context().exit(0 if health.is_healthy else 1)
 
 
-@click.command()
-@common_options()
-def doctor() -> None:
-    """Say what is wrong with the cluster, and what to do about it.
-
-    Exits with 1 if something is: what makes status exit with 1, and training that stands still. A round or barrier
-    stands still when it has waited for 10 times as long as a step usually takes, and for 10 s. With -o json, the
-    document is that of status.
-
-    Without --job (KVD_JOB), all jobs that are under way are examined, as far as the key allows; with -o json, those
-    besides the default job are under other_jobs.
-    """
-    report = _ask()
-    health = health_of(report)
-    others = [] if _names_a_job() else list(_other_jobs(report))
-    advice = list(health.advice)
-    for other in others:
-        advice += [f"job {other['job']!r}: {line}" for line in other["advice"] if line not in health.advice]
-    is_healthy = health.is_healthy and all(other["healthy"] for other in others)
-    if current().output == "json":
-        print_json({"healthy": is_healthy, "advice": advice, **report, "other_jobs": others})
-    else:
-        print_advice(advice or ["all is well"])
-    click.get_current_context().exit(0 if is_healthy else 1)
-
-
-def _ask(job: str = "") -> Report:
-    with observer("asking the nodes how they are", job) as cluster:
+def _ask() -> Report:
+    with observer("asking the nodes how they are") as cluster:
         report: Report = cluster.status()
     return report
-
-
-def _names_a_job() -> bool:
-    """Whether a flag, a variable or a file says which job is meant."""
-    loaded = current().loaded
-    return loaded is None or loaded.origin["job"] != "default"
-
-
-def _other_jobs(report: Report) -> Iterator[dict[str, Any]]:
-    """The reports of the runs under way, besides that of the default job, with the verdict on each."""
-    for run in report["jobs"]:
-        if run["job"] == DEFAULT_JOB or run["phase"] not in UNDER_WAY:
-            continue
-        try:
-            other = _ask(f"{run['job']}@{run['run']}")
-        except (NotAllowed, JobEnded):
-            continue  # the key is of other jobs, or the run has just been given up
-        health = health_of(other)
-        yield {"healthy": health.is_healthy, "advice": health.advice, "job": run["job"], "run": run["run"], **other}
 
 
 def _member_rows(report: Report) -> list[list[object]]:

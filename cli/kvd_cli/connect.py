@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvd_cli import interrupts
-from kvd_cli.options import current
+from kvd_cli.options import current, with_deadline
 from kvd_cli.patience import Patience, told_when_slow
 
 if TYPE_CHECKING:  # `kvd --help` needs no client
@@ -22,12 +22,13 @@ NOBODY_THERE_S: Final = 1.5
 
 
 @contextlib.contextmanager
-def observer(doing: str, job: str = "") -> Iterator[Observer]:
+def observer(doing: str, job: str = "", within_s: float | None = None) -> Iterator[Observer]:
     """A connection that sees everything and joins nothing.
 
     Args:
         doing: what the block does, for a person who waits for it.
         job: the job to look at, or one run of it as NAME@RUN; empty: that of the settings.
+        within_s: seconds that the cluster has to answer without ``--timeout``; None: as long as the settings say.
 
     Raises:
         ConnectError: no scheduler answers, or its host is not known.
@@ -37,6 +38,8 @@ def observer(doing: str, job: str = "") -> Iterator[Observer]:
 
     loaded = current().load_client()
     config = dataclasses.replace(loaded.config, job=job) if job else loaded.config
+    if within_s is not None and current().timeout_s is None and within_s < config.request_timeout_s:
+        config = with_deadline(config, within_s)
     with told_when_slow(_connecting(config), config) as patience:
         cluster = Observer(config, at_prompt(loaded, patience))
     with cluster, told_when_slow(doing, config):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvd.core.machine import BEING_OPENED
-from kvd.protocol.messages import PathKind
-from kvd.transport.sealing import reason_over_tcp, remedy_for
+from kvd.transport.finding import Finding
 from kvd_cli.copies import (
     Partition,
     Report,
@@ -20,12 +18,15 @@ from kvd_cli.copies import (
     numbers_of,
     partitions_of,
 )
+from kvd_cli.disagreements import disagreements
+from kvd_cli.limits import snapshot_too_old, too_full, uneven
+from kvd_cli.paths import slow_paths
+from kvd_cli.reachability import no_answers
 from kvd_cli.standstills import standstills_of
 
 SLICES_EACH: Final = 8
 """With this many slices per server, a server without any is no accident: the odds are a thousand to one."""
 
-_GONE: Final = ("left", "dead", "gone", "lost")
 _FROM_CHECKPOINT: Final = "start the job again from a checkpoint"
 
 
@@ -36,7 +37,8 @@ class Health:
     Attributes:
         is_healthy: whether no node is dead, missing or silent, no active worker's process has ended, no server has left
             its workers, nothing has waited for too long, each value has as many copies as it should and they were
-            always alike, and the scheduler can save its state.
+            always alike, the scheduler can save its state, no memory or table of open files is nearly full, and
+            snapshots are taken as scheduled.
         advice: a line for each thing that is or looks wrong, with what to do.
     """
 
@@ -44,14 +46,19 @@ class Health:
     advice: tuple[str, ...]
 
 
-def health_of(report: Report) -> Health:
-    """Judge a cluster by its status."""
+def health_of(report: Report, handshakes: Mapping[int, Finding] | None = None) -> Health:
+    """Judge a cluster by its status.
+
+    Args:
+        report: the status.
+        handshakes: the results of handshakes with servers that did not answer, by rank.
+    """
     workers, servers = _dead(report, "worker"), _dead(report, "server")
     ended, deserters = _ended_workers(report), _servers_that_left(report)
     partitions = partitions_of(report)
     degraded = degraded_advice(partitions, [*servers, *_left(report, "server")])
     missing = list(report["missing"])
-    silent = {f"server {server['rank']}": server["error"] for server in report.get("servers", ()) if "error" in server}
+    silent = no_answers(report, handshakes or {})
     advice = []
     if servers:
         advice.append(f"dead: {', '.join(servers)}. {_what_is_gone(servers, partitions)}")
@@ -71,11 +78,7 @@ def health_of(report: Report) -> Health:
     advice += standstills.findings + standstills.notes
     if missing:
         advice.append(f"missing: {', '.join(missing)}. The job waits until all have joined.")
-    if silent:
-        advice.append(
-            f"no answer: {', '.join(silent)}. Check its log, whether its process hangs or is stopped, and whether "
-            "this host can reach its address."
-        )
+    advice += silent
     unsaved = report.get("cannot_save", "")
     if unsaved:
         advice.append(
@@ -87,12 +90,14 @@ def health_of(report: Report) -> Health:
             "insecure: this cluster has no keys. Whoever reaches its ports can read and change everything, and end it. "
             "Leave out --insecure (KVD_INSECURE) everywhere unless the network is closed."
         )
-    advice += _slow_paths(report)
+    full, old = too_full(report), snapshot_too_old(report)
+    advice += [*full, *old, *uneven(report), *disagreements(report), *slow_paths(report)]
     advice += [_emptied(name) for name in _empty_servers(report)]
     copies, fewer = degraded or differed or failed, _in_state(report, "worker", "lost", "back")
     shrunk = set(fewer).difference(_new(report))
     stalled = standstills.findings
-    wrong = servers or deserters or copies or workers or shrunk or ended or stalled or missing or silent or unsaved
+    gone = servers or deserters or workers or ended or missing or silent
+    wrong = gone or copies or shrunk or stalled or unsaved or full or old
     return Health(not wrong, tuple(advice))
 
 
@@ -213,37 +218,3 @@ def _empty_servers(report: Report) -> list[str]:
 
 def _emptied(name: str) -> str:
     return f"empty: {name} holds no keys, but others do. If it was restarted, its part is gone: {_FROM_CHECKPOINT}."
-
-
-def _slow_paths(report: Report) -> list[str]:
-    """A line for each reason why values travel between hosts by ZeroMQ's own encryption, in a cluster with keys."""
-    if report.get("insecure"):
-        return []  # nothing is encrypted
-    found: dict[str, list[str]] = {}
-    for way, reason in _fallbacks(report):
-        found.setdefault(reason, []).append(way)
-    return [
-        f"slow: {', '.join(dict.fromkeys(ways))} by ZeroMQ's own encryption (CURVE), which takes several times as long "
-        f"as an encrypted link: {reason}. {remedy_for(reason)}"
-        for reason, ways in found.items()
-    ]
-
-
-def _fallbacks(report: Report) -> Iterator[tuple[str, str]]:
-    """Each way between two hosts without a link, and why there is none."""
-    members = {f"{member['role']} {member['rank']}": member for member in report["members"]}
-    by_incarnation = {member.get("incarnation"): name for name, member in members.items()}
-    for server in report.get("servers", ()):
-        here = f"server {server['rank']}"
-        ways = [(worker, here, path) for worker, path in server.get("paths", {}).items()]
-        for incarnation, path in server.get("paths_to_servers", {}).items():
-            ways.append((here, by_incarnation.get(incarnation, ""), path))
-        for begin, end, path in ways:
-            kind, _, reason = path.partition(": ")
-            hosts = [members[name].get("host") for name in (begin, end) if _is_there(members.get(name))]
-            if kind == PathKind.ZMQ and reason != BEING_OPENED and len(set(hosts)) == 2:
-                yield f"{begin} → {end}", reason_over_tcp(reason)
-
-
-def _is_there(member: Report | None) -> bool:
-    return member is not None and member["state"] not in _GONE

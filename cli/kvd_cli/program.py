@@ -10,7 +10,7 @@ import click
 
 import kvd
 from kvd.errors import KvdError
-from kvd.node.exit_codes import exit_code_of
+from kvd.node.daemon.exit_codes import exit_code_of
 from kvd_cli import interrupts
 from kvd_cli.exit_codes import INTERRUPTED
 from kvd_cli.flags import common_options
@@ -23,7 +23,7 @@ COMMANDS: Final = {
     "worker": "kvd_cli.daemons:worker",
     "launch": "kvd_cli.launch:launch",
     "status": "kvd_cli.cluster:status",
-    "doctor": "kvd_cli.cluster:doctor",
+    "doctor": "kvd_cli.doctor:doctor",
     "jobs": "kvd_cli.jobs:jobs",
     "shutdown": "kvd_cli.jobs:shutdown",
     "keys": "kvd_cli.cluster:keys",

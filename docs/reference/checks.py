@@ -1,4 +1,4 @@
-"""What is wrong with the docstrings of the public surface: missing ones, and names that do not exist."""
+"""Problems of public docstrings: missing ones, and names that do not exist."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from pdoc.doc import Class, Doc, Function, Module
-
-from docs.reference.surface import ERRORS, is_described_by_class, public_members, texts_of_settings
+from docs.reference.surface import (
+    Surface,
+    attributes_of,
+    docstring_of,
+    exported_names,
+    parameters_of,
+    texts_of_settings,
+)
 from kvd.client.calls.backend import store_type
 from kvd.errors import ConfigError
 
@@ -26,28 +31,30 @@ _REFERENCE = re.compile(r"(?<![`\w])`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`
 _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _SENTENCE = re.compile(r"[A-Z]\w+ ")
 _ROLE = re.compile(r":\w+:`~?([\w.]+)`")
-_ATTRIBUTE = re.compile(r"\bself\.(\w+)\b")
 
 
-def problems(modules: Mapping[str, Module]) -> Iterator[str]:
-    """One line for each problem, which begins with the name whose docstring has it."""
-    known = _Names(modules)
-    for module in modules.values():
-        yield from _Docstring(module, known).problems()
-        for member in public_members(module):
-            yield from _Docstring(member, known).problems()
-            if isinstance(member, Class):
-                yield from _class_problems(member, known)
+def problems(surface: Surface) -> Iterator[str]:
+    """Yield one line for each problem. It begins with the name whose docstring has the problem."""
+    known = _Names(surface)
+    for module_name, module in surface.modules.items():
+        yield from _Docstring(module_name, module, inspect.getdoc(module) or "", known).problems()
+        for name, value in surface.exports(module):
+            fullname = f"{module_name}.{name}"
+            if isinstance(value, type):
+                yield from _class_problems(fullname, value, known, surface)
+            elif inspect.isroutine(value):
+                yield from _Docstring(fullname, value, inspect.getdoc(value) or "", known).problems()
 
 
-def _class_problems(shown: Class, known: _Names) -> Iterator[str]:
-    for member in public_members(shown):
-        if not (member.name == "__init__" and not member.docstring):
-            yield from _Docstring(member, known, shown).problems()
-    described = " ".join(kind.__doc__ or "" for kind in shown.obj.__mro__)
-    for member in shown.own_members:
-        if is_described_by_class(member) and not re.search(rf"\b{member.name}\b", described):
-            yield f"{member.fullname}: has no docstring, and the class's does not describe it"
+def _class_problems(fullname: str, kind: type, known: _Names, surface: Surface) -> Iterator[str]:
+    yield from _Docstring(fullname, kind, inspect.getdoc(kind) or "", known, kind).problems()
+    described = " ".join(base.__doc__ or "" for base in kind.__mro__)
+    for name, value in surface.members(kind):
+        text = docstring_of(kind, name, value)
+        if text or inspect.isroutine(value) or isinstance(value, classmethod | staticmethod):
+            yield from _Docstring(f"{fullname}.{name}", getattr(kind, name), text, known, kind).problems()
+        elif not re.search(rf"\b{name}\b", described) and name not in texts_of_settings():
+            yield f"{fullname}.{name}: has no docstring, and the class's does not describe it"
 
 
 def _names(entries: str) -> list[str]:
@@ -57,31 +64,32 @@ def _names(entries: str) -> list[str]:
 
 
 class _Names:
-    """What a name in a docstring may mean wherever it stands.
+    """Names that a docstring may use anywhere.
 
     Attributes:
         words: the parameters and members of everything public, and the settings.
     """
 
-    def __init__(self, modules: Mapping[str, Module]) -> None:
-        self._modules = modules
+    def __init__(self, surface: Surface) -> None:
+        self._modules = surface.modules
         self.words = set(texts_of_settings())
-        for module in modules.values():
-            for member in public_members(module):
-                self.words |= {member.name, *parameters_of(member)}
-                if isinstance(member, Class):
-                    self.words |= attributes_of(member.obj)
-                    self.words |= {name for part in public_members(member) for name in parameters_of(part)}
+        for module in surface.modules.values():
+            for name, value in surface.exports(module):
+                self.words |= {name, *parameters_of(value)}
+                if isinstance(value, type):
+                    self.words |= attributes_of(value)
+                    for _, member in surface.members(value):
+                        self.words |= parameters_of(member)
 
     def has(self, name: str) -> bool:
-        """Whether a reader can find out what the name means."""
+        """Return whether a reader can look the name up."""
         if name in self._modules:
             return True
         for module, shown in self._modules.items():
             head, _, rest = name.removeprefix(f"{module}.").partition(".")
-            found = shown.get(head)
-            if isinstance(found, Class):
-                return not rest or rest.partition(".")[0] in attributes_of(found.obj)
+            found = getattr(shown, head, None) if head in exported_names(shown) else None
+            if isinstance(found, type):
+                return not rest or rest.partition(".")[0] in attributes_of(found)
             if found is not None:
                 return True
         head = name.partition(".")[0]
@@ -90,38 +98,36 @@ class _Names:
         return head != "kvd" and _is_importable(name)
 
     def has_error(self, name: str) -> bool:
-        """Whether it is a built-in error, or one that kvd exports."""
-        found = [
-            shown.obj for module in self._modules.values() if (shown := module.get(name.removeprefix(f"{ERRORS}.")))
-        ]
-        return any(
-            isinstance(kind, type) and issubclass(kind, BaseException)
-            for kind in (*found, getattr(builtins, name, None))
-        )
+        """Return whether the name is a built-in error or one that kvd exports."""
+        name = name.removeprefix("kvd.errors.")
+        found = [getattr(module, name, None) for module in (*self._modules.values(), builtins)]
+        return any(isinstance(kind, type) and issubclass(kind, BaseException) for kind in found)
 
 
 class _Docstring:
-    """One docstring, and what the names in it may mean there.
+    """One docstring, and the names that it may use.
 
     Args:
-        owner: the class whose member has it.
+        owner: the class itself, or the class that has the member.
     """
 
-    def __init__(self, member: Doc[Any], known: _Names, owner: Class | None = None) -> None:
-        self._member = member
+    def __init__(self, fullname: str, value: Any, text: str, known: _Names, owner: type | None = None) -> None:
+        self._fullname = fullname
+        self._value = value
+        self._text = text
         self._known = known
-        self._owner = member if isinstance(member, Class) else owner
+        self._owner = owner
 
     def problems(self) -> Iterator[str]:
-        text = self._member.docstring
-        if not text:
-            yield f"{self._member.fullname}: has no docstring"
-        for section, entries in _SECTION.findall(text):
+        """Yield one line for each problem."""
+        if not self._text:
+            yield f"{self._fullname}: has no docstring"
+        for section, entries in _SECTION.findall(self._text):
             for problem in self._section_problems(section, entries):
-                yield f"{self._member.fullname}: {section}: {problem}"
-        for name in sorted(set(_REFERENCE.findall(text) + _ROLE.findall(text)) - _own_words(text)):
+                yield f"{self._fullname}: {section}: {problem}"
+        for name in sorted(set(_REFERENCE.findall(self._text) + _ROLE.findall(self._text)) - _own_words(self._text)):
             if not self._known.has(name):
-                yield f"{self._member.fullname}: `{name}` is nothing that the reference documents"
+                yield f"{self._fullname}: `{name}` is nothing that the reference documents"
 
     def _section_problems(self, section: str, entries: str) -> Iterator[str]:
         if section in ("Returns", "Yields"):
@@ -137,33 +143,14 @@ class _Docstring:
         if section == "Raises":
             return set()
         if section == "Attributes" and self._owner is not None:
-            return attributes_of(self._owner.obj)
-        return parameters_of(self._member) | (parameters_of(self._owner) if self._owner is not None else set())
+            return attributes_of(self._owner)
+        return parameters_of(self._value) | (parameters_of(self._owner) if self._owner is not None else set())
 
 
 def _own_words(text: str) -> set[str]:
     """The names that an expression in the docstring introduces: those in `(gradient, weight)`."""
     expressions = [code for code in _CODE.findall(text) if not _REFERENCE.fullmatch(f"`{code}`")]
     return {word for code in expressions for word in re.findall(r"[A-Za-z_]\w*", code)}
-
-
-def parameters_of(member: Doc[Any]) -> set[str]:
-    """Of a function, or of a class when it is made."""
-    if isinstance(member, Function):
-        return set(member.signature.parameters)
-    init = member.members.get("__init__") if isinstance(member, Class) else None
-    return set(init.signature_without_self.parameters) if isinstance(init, Function) else set()
-
-
-@functools.cache
-def attributes_of(kind: type) -> set[str]:
-    """The members of a class, and what its methods assign to `self`."""
-    names = set(dir(kind))
-    for base in kind.__mro__:
-        names |= set(vars(base).get("__annotations__", {}))
-        if base.__module__.partition(".")[0] == "kvd":
-            names |= set(_ATTRIBUTE.findall(inspect.getsource(base)))
-    return names
 
 
 def _is_type(name: str) -> bool:

@@ -1,157 +1,138 @@
-"""The public surface of kvd as pdoc sees it: what a program may import, and nothing else."""
+"""Public surface of kvd: the modules with a page in this folder, their exports, and the members for programs."""
 
 from __future__ import annotations
 
-import ast
 import importlib
-import importlib.util
 import inspect
 import re
-import sys
-import types
-import typing
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from pdoc import doc_ast
-from pdoc.doc import Class, Doc, Function, Module, Namespace, Variable
+from sphinx.pycode import ModuleAnalyzer
 
-MODULES = (
-    "kvd",
-    "kvd.aio",
-    "kvd.optimizer",
-    "kvd.optimizer.schedule",
-    "kvd.initializer",
-    "kvd.errors",
-    "kvd.parallel",
-    "kvd.torch",
-    "kvd.jax",
-    "kvd.compat.horovod.torch",
-    "kvd.compat.byteps.torch",
-    "kvd.compat.mx",
-)
+from kvd.config import all_settings
+
+MODULES = tuple(sorted(page.stem for page in Path(__file__).parent.glob("kvd*.rst")))
 """The documented modules; what they export is public."""
 
-OURS = {
-    "kvd.KVStore": {"__init__"},
-    "kvd.aio.KVStore": {"__init__"},
-    "kvd.Handle": {"__init__", "of", "on_end", "release_result", "claimed"},
-    "kvd.Node": {"__init__"},
-    "kvd.Config": {"check_role", "memory_bound_bytes", "slice_bytes_for", "environment"},
+INTERNAL = {
+    "KVStore": {"__init__"},
+    "Handle": {"__init__", "of", "on_end", "release_result", "claimed"},
+    "Node": {"__init__"},
+    "Config": {"check_role", "memory_bound_bytes", "slice_bytes_for", "environment"},
 }
 """Members of public classes that only kvd itself calls: a store is made by `create`, a handle by a call."""
 
-ELSEWHERE = "@private: it is documented where it comes from"
-BY_CLASS = "@private: the class's docstring describes it"
-ERRORS = "kvd.errors"
-_RAISES = re.compile(r"^Raises:\n(?:[ \t]+.*\n?|\n)+", re.MULTILINE)
-_LITERAL = re.compile(r"(?<=\S):(?=:$)|^ *::$|(?<= )::$", re.MULTILINE)
-_RAISED = re.compile(r"^( {4}(?! ))((?:\w+, )*\w+)(?=:)", re.MULTILINE)
+_ATTRIBUTE = re.compile(r"\bself\.(\w+)\b")
 
 
-class _NotInstalled(types.ModuleType):
-    """Stands in for a library while a module that imports it is documented."""
+class Surface:
+    """Documented modules, their exports and the members of the exported classes.
 
-    __path__: MutableSequence[str] = []  # noqa: RUF012  the type is that of the base
+    Args:
+        names: the modules to document.
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return object
+    Attributes:
+        modules: the imported modules by name.
+    """
 
+    def __init__(self, names: tuple[str, ...] = MODULES) -> None:
+        self.modules = {name: importlib.import_module(name) for name in names}
+        for module in self.modules.values():
+            for name in getattr(module, "__all__", ()):
+                setattr(module, name, getattr(module, name))  # some exports are imported on first use
 
-def stand_in_for(library: str, *modules: str) -> None:
-    """Lets imports of the library and of these modules of it succeed where it is not installed."""
-    if importlib.util.find_spec(library) is None:
-        for name in (library, *(f"{library}.{module}" for module in modules)):
-            sys.modules[name] = _NotInstalled(name)
+    def exports(self, module: ModuleType) -> Iterator[tuple[str, Any]]:
+        """Yield the name and value of each export that has its entry on the page of this module."""
+        for name in exported_names(module):
+            value = getattr(module, name)
+            if not inspect.ismodule(value) and self.home_of(value, module.__name__) == module.__name__:
+                yield name, value
 
+    def home_of(self, value: object, module: str) -> str:
+        """Return the documented module that defines a value; `module` if none does."""
+        defined_in = getattr(value, "__module__", None)
+        return defined_in if isinstance(defined_in, str) and defined_in in self.modules else module
 
-def load(names: Sequence[str] = MODULES) -> dict[str, Module]:
-    """The modules with these names, shaped so that pdoc shows the public surface."""
-    modules = {}
-    for name in names:
-        imported = importlib.import_module(name)
-        for entry in getattr(imported, "__all__", ()):
-            value = getattr(imported, entry)
-            setattr(imported, entry, value)  # some are imported when they are first used
-            if hasattr(value, "_fields"):  # a NamedTuple, whose constructor does not know where its types come from
-                value.__new__.__annotations__.update(typing.get_type_hints(value))
-        modules[name] = Module(imported)
-    public = {member.obj for module in modules.values() for member in module.own_members if isinstance(member, Class)}
-    for module in modules.values():
-        _shape(module, modules, public)
-    return modules
+    def classes(self) -> set[type]:
+        """Return the exported classes of all modules."""
+        return {
+            value for module in self.modules.values() for _, value in self.exports(module) if isinstance(value, type)
+        }
 
-
-def public_members(space: Namespace[Any]) -> Iterator[Doc[Any]]:
-    """What the page shows of a module or class."""
-    for member in space.own_members:
-        if "@private" not in member.docstring and (not member.name.startswith("_") or member.name == "__init__"):
-            yield member
-
-
-def is_described_by_class(member: Doc[Any]) -> bool:
-    """Whether it is a public field without a docstring of its own."""
-    return member.docstring == BY_CLASS and not member.name.startswith("_")
-
-
-def _shape(module: Module, modules: dict[str, Module], public: set[type]) -> None:
-    module.submodules = [other for name, other in modules.items() if name.rpartition(".")[0] == module.fullname]
-    for member in module.own_members:
-        if member.taken_from[0] in modules and member.taken_from[0] != module.fullname:
-            member.docstring = ELSEWHERE
-        elif isinstance(member, Class):
-            _shape_class(member, public)
-        elif isinstance(member, Variable) and not member.docstring:
-            member.docstring = _docstring_of_variable(module, member.name)
-        _to_markdown(member)
-    _to_markdown(module)
+    def members(self, kind: type) -> Iterator[tuple[str, Any]]:
+        """Yield the name and definition of each public member of a class, except those of a documented base."""
+        bases = set(kind.__mro__[1:]) & self.classes()
+        for name in dir(kind):
+            owner = next(base for base in kind.__mro__ if name in vars(base))
+            if not name.startswith("_") and is_ours(owner) and owner not in bases and not is_internal(kind, name):
+                yield name, vars(owner)[name]
+        for name in inspect.get_annotations(kind):
+            if not name.startswith("_") and not hasattr(kind, name):
+                yield name, None
 
 
-def _shape_class(shown: Class, public: set[type]) -> None:
-    """Shows what a class inherits from undocumented classes of kvd as its own, and hides what is not for programs."""
-    documented = {f"{kind.__module__}.{kind.__qualname__}" for kind in public}
-    for (module, name), members in shown.inherited_members.items():
-        if module.partition(".")[0] == "kvd" and f"{module}.{name}" not in documented:
-            shown.own_members = shown.own_members + [member for member in members if member.name != "__init__"]
-    shown.bases = [
-        base for base in shown.bases if base[0].partition(".")[0] != "kvd" or ".".join(base[:2]) in documented
-    ]
-    settings = texts_of_settings() if shown.fullname == "kvd.Config" else {}
-    for member in shown.members.values():
-        if member.name in OURS.get(shown.fullname, ()):
-            member.docstring = "@private"
-        elif _is_documented_by_base(member, shown.obj, public):
-            member.docstring = ELSEWHERE
-        elif member.name in settings:
-            member.docstring = settings[member.name]
-        elif isinstance(member, Variable) and (not member.docstring or member.docstring.startswith("Alias for field")):
-            member.docstring = BY_CLASS
-        _to_markdown(member)
+def exported_names(module: ModuleType) -> tuple[str, ...]:
+    """Return `__all__`, or the public names that the module defines."""
+    defined = (
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and name[0] != "_"
+    )
+    return tuple(getattr(module, "__all__", defined))
 
 
-def _is_documented_by_base(member: Doc[Any], kind: type, public: set[type]) -> bool:
-    """Whether it is what a documented base has, or does what the base's docstring says."""
-    if member.name.startswith("_") or (
-        isinstance(member, Function) and getattr(vars(kind).get(member.name), "__doc__", None)
-    ):
-        return False
-    return any(hasattr(base, member.name) for base in kind.__mro__[1:] if base in public)
+def is_ours(kind: type) -> bool:
+    """Return whether a class belongs to kvd rather than to Python or a library."""
+    return kind.__module__.partition(".")[0] not in (
+        "builtins",
+        "typing",
+        "enum",
+        "torch",
+        "abc",
+        "collections",
+        "numpy",
+    )
 
 
-def _docstring_of_variable(module: Module, name: str) -> str:
-    """The string below the variable in the file from which the module imports it."""
-    for node in ast.walk(ast.parse(inspect.getsource(module.obj))):
-        if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
-            return doc_ast.walk_tree(importlib.import_module(node.module)).var_docstrings.get(name, "")
+def is_internal(kind: type, name: str) -> bool:
+    """Return whether only kvd itself uses this member."""
+    return name in INTERNAL.get(kind.__name__, ())
+
+
+def docstring_of(kind: type, name: str, value: Any) -> str:
+    """Return the docstring of a class member, inherited ones included: that of a field is the text below it."""
+    if inspect.isroutine(value) or isinstance(value, property | classmethod | staticmethod):
+        return inspect.getdoc(getattr(kind, name)) or ""
+    for base in filter(is_ours, kind.__mro__):
+        texts = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
+        if text := texts.get((base.__qualname__, name)):
+            return "\n".join(text)
     return ""
 
 
-def texts_of_settings() -> dict[str, str]:
-    """Name → text, of every setting: its help is declared with it."""
-    from kvd.config import all_settings
+def parameters_of(value: Any) -> set[str]:
+    """Return the parameter names of a function, or of a class's constructor."""
+    try:
+        return set(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        return set()
 
+
+def attributes_of(kind: type) -> set[str]:
+    """Return the members of a class and the attributes that its methods assign to `self`."""
+    names = set(dir(kind))
+    for base in kind.__mro__:
+        names |= set(inspect.get_annotations(base))
+        if base.__module__.partition(".")[0] == "kvd":
+            names |= set(_ATTRIBUTE.findall(inspect.getsource(base)))
+    return names
+
+
+def texts_of_settings() -> dict[str, str]:
+    """Return the description of every setting by its name."""
     texts = {}
     for setting in all_settings():
         values = "" if setting.accepted() == "text" else f" {_sentence(setting.accepted())}"
@@ -161,15 +142,3 @@ def texts_of_settings() -> dict[str, str]:
 
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _to_markdown(member: Doc[Any]) -> None:
-    """Names the errors of "Raises:" in full, so that pdoc links them, and drops the ``::`` before blocks of code."""
-    errors = vars(sys.modules[ERRORS])
-
-    def link(match: re.Match[str]) -> str:
-        names = [f"`{ERRORS}.{name}`" if name in errors else name for name in match[2].split(", ")]
-        return match[1] + ", ".join(names)
-
-    text = _RAISES.sub(lambda section: _RAISED.sub(link, section[0]), member.docstring)
-    member.docstring = _LITERAL.sub("", text)

@@ -44,12 +44,9 @@ class HalfCompressor(Compressor):
 
 
 class Compression:
-    """The compressors of Horovod and BytePS, such as ``compression=Compression.fp16``.
-
-    Attributes:
-        none: a tensor travels as it is.
-        fp16: a floating tensor travels as float16.
-    """
+    """Compressors by Horovod's and BytePS's names, such as ``compression=Compression.fp16``."""
 
     none = Compressor
+    """Send every tensor unchanged."""
     fp16 = HalfCompressor
+    """Send floating tensors as float16."""

@@ -24,6 +24,29 @@ MOST_SERVERS: Final = 200
 MOST_REPLICATED_WORKERS: Final = 512
 """With two copies: what a server tells its backup of a slice has an entry for each worker."""
 
+_OF_ONE_NODE: Final = frozenset(
+    {
+        "scheduler",  # a name here, a number there
+        "bind",
+        "node_id",
+        "keyfile",
+        "allowed_keys",
+        "state_dir",
+        "num_workers",  # a server may leave them open
+        "num_servers",
+        "replicas",
+        "job",
+        "run",
+        "log_format",
+        "log_level",
+        "metrics_bind",
+        "metrics_token_file",
+        "role",
+        "parent_pid",
+    }
+)
+"""Settings in which the daemons of a cluster may well differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -217,6 +240,18 @@ class Config:
     )
     log_level: str = declare("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
 
+    # Metrics
+    metrics_bind: str = declare(
+        "",
+        "HOST:PORT where Prometheus gets the metrics of this daemon; empty: nowhere",
+        used_by=("scheduler", "server"),
+    )
+    metrics_token_file: str = declare(
+        "",
+        "file with the token that a scrape has to send; beyond loopback one is needed",
+        used_by=("scheduler", "server"),
+    )
+
     # This process
     preferred_rank: int | None = declare(None, "rank to ask for", minimum=0, used_by=("worker",), fallback=("RANK",))
     local_rank: int = declare(
@@ -260,6 +295,7 @@ class Config:
             round_timeout_s=self.round_timeout_s,
         )
         yield from checks.snapshot_problems(self.snapshot_dir, self.snapshot_every, self.restore)
+        yield from checks.metrics_problems(self.metrics_bind, self.metrics_token_file, insecure=self.insecure)
         yield from checks.replica_problems(replicas=self.replicas, num_servers=self.num_servers)
 
     def check_role(self, role: Role) -> None:
@@ -305,6 +341,11 @@ class Config:
         if given:
             return self.slice_bytes
         return max(self.slice_bytes // max(1, num_servers), 512 * KiB) & -64
+
+    def common_settings(self, role: Role) -> dict[str, str]:
+        """The settings that a role acts on and that nodes of a cluster usually share, as text by name."""
+        used = [setting for setting in all_settings() if role in setting.used_by and setting.name not in _OF_ONE_NODE]
+        return {setting.name: setting.show(getattr(self, setting.name)) for setting in used}
 
     def environment(self) -> dict[str, str]:
         """The ``KVD_*`` variables that give a child process the values that differ from the default.

@@ -105,9 +105,7 @@ Plain: TypeAlias = Annotated[object, "plain data, which its reader checks"]
 NO_RANK = -1
 NO_STEP = -1
 PREPARED = "kvd:prepared"  # the note at this barrier says what an operator has restored for the run
-LAST_SNAPSHOT = (
-    "kvd:last snapshot"  # the note at this barrier: steps and wall-clock time of the program's last snapshot
-)
+LAST_SNAPSHOT = "kvd:last snapshot"  # the note there: its steps, its time of day, and the steps from one to the next
 EXIT_BARRIER = "kvd:exit"  # where the workers of a run meet before they leave
 NO_RUN = 0  # the message concerns the cluster, not a run
 MAX_RUNS = 64  # listed in a view, those that are gone included
@@ -202,7 +200,7 @@ class Settings(NamedTuple):
 
 
 class MemberState(StrEnum):
-    """Where a server or worker stands; `kvd.core.scheduler.roster` has the transitions."""
+    """Where a server or worker stands; `kvd.core.scheduler.membership.roster` has the transitions."""
 
     ACTIVE = "active"  # takes part in rounds
     IDLE = "idle"  # the rounds go on without it until all have come to the point at which it waits
@@ -241,7 +239,7 @@ class Member(NamedTuple):
 
 
 class RunPhase(StrEnum):
-    """Where a run stands; `kvd.core.scheduler.phase` has the transitions."""
+    """Where a run stands; `kvd.core.scheduler.runs.phase` has the transitions."""
 
     FORMING = "forming"  # not all of its workers have joined
     RUNNING = "running"

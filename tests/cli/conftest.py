@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvd_cli import cluster
+from kvd_cli import cluster, doctor
 from kvd_cli.program import cli
 from tests.environments import WITHOUT_KEYS, is_setting
 
@@ -73,14 +73,18 @@ def status(kvd: Kvd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
     def run(given: dict[str, Any], *flags: str, command: str = "status") -> Result:
         class Stub:
-            def status(self) -> dict[str, Any]:
+            def status(self, servers_within_s: float | None = None) -> dict[str, Any]:
                 return given
 
+            def handshakes_with(self, ranks: Any) -> dict[int, Any]:
+                return {}
+
         @contextlib.contextmanager
-        def observer(doing: str, job: str = "") -> Iterator[Stub]:
+        def observer(doing: str, job: str = "", within_s: float | None = None) -> Iterator[Stub]:
             yield Stub()
 
-        monkeypatch.setattr(cluster, "observer", observer)
+        for module in (cluster, doctor):
+            monkeypatch.setattr(module, "observer", observer)
         return kvd(command, *flags)
 
     return run

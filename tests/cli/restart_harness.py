@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 from typing import Final
+
+from kvd.testing.cluster import wait_until
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DEADLINE_S: Final = 200.0  # programs import torch, and the machine may be busy
@@ -14,6 +15,7 @@ DEADLINE_S: Final = 200.0  # programs import torch, and the machine may be busy
 HOLD: Final = '''
 """Holds the first process of each worker in its 50th push, until it is told to go on."""
 import os, time
+from kvd.testing.cluster import wait_until
 folder = os.environ.get("HOLD_IN", "")
 held = os.path.join(folder, os.environ.get("KVD_NODE_ID", "") + ".held")
 calls = 0
@@ -26,7 +28,7 @@ def holding(method):
                 file.write(str(os.getpid()))
             os.rename(held + ".part", held)
             while not os.path.exists(os.path.join(folder, "go")):
-                time.sleep(0.01)
+                time.sleep(0.01)  # nothing more is imported here
         return method(self, *arguments, **keywords)
     return call
 if folder and os.environ.get("KVD_ROLE") == "worker" and not os.path.exists(held):
@@ -70,11 +72,8 @@ class Hold:
 
     def wait_for(self, *nodes: str) -> list[int]:
         """Wait until these workers are held; the pids of their programs."""
-        deadline = time.monotonic() + DEADLINE_S
         paths = [self._folder / f"{node}.held" for node in nodes]
-        while not all(path.exists() for path in paths):
-            assert time.monotonic() < deadline, sorted(path.name for path in self._folder.iterdir())
-            time.sleep(0.02)
+        wait_until(lambda: all(path.exists() for path in paths), f"{nodes} are held", DEADLINE_S)
         return [int(path.read_text()) for path in paths]
 
     def let_go(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
+from kvd.testing.cluster import wait_until
 from tests.environments import without_settings
 
 Kvd = Callable[..., Result]
@@ -47,12 +48,9 @@ def daemon(*arguments: str) -> subprocess.Popen[str]:
 
 
 def address_in(file: Path, process: subprocess.Popen[str]) -> str:
-    """What a daemon writes when it is ready. There is no event for a file, so this polls."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not file.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, f"no {file}"
-        time.sleep(0.02)
+    """The address that a daemon writes once it is ready."""
+    wait_until(lambda: file.exists() or process.poll() is not None, f"{file} is written", DEADLINE_S)
+    assert file.exists(), process.communicate()[1]
     return file.read_text().strip()
 
 

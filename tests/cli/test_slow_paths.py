@@ -1,4 +1,4 @@
-"""What status and doctor say if values travel between hosts by ZeroMQ's own encryption."""
+"""What status and doctor say of paths that are slower than they could be."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvd.transport.links import connector
 from kvd_cli.health import health_of
 from tests.cli.reports import member, report, server
 
+NO_LINK = f"zmq: {connector.ELSEWHERE}"
 ELSEWHERE = "zmq: no link at this host: the peer is on another host; no link over TCP: "
 
 
@@ -48,12 +50,31 @@ def test_links_that_are_turned_off_here() -> None:
         given("encrypted tcp"),
         given("zmq: a link is being opened"),
         given("shared memory", hosts="aa"),
-        given(f"{ELSEWHERE}turned off", hosts="aa"),
         given(f"{ELSEWHERE}turned off", members=[member("server", 0), {**member("worker", 0, "left"), "host": "x"}]),
     ],
 )
 def test_other_paths_are_no_matter(healthy: dict[str, Any]) -> None:
     assert health_of(healthy).advice == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        (f"{NO_LINK}; no link over TCP: turned off", 'Set shared_memory = "auto" (KVD_SHARED_MEMORY) for both'),
+        ("zmq: turned off", 'Set shared_memory = "auto" (KVD_SHARED_MEMORY) for both'),
+        ("zmq: the peer runs as user 7", "Run the servers and workers of a host as one user."),
+        ("unix socket: Function not implemented", "Shared memory takes Linux 5.1, memfd_create"),
+    ],
+)
+def test_within_a_host_the_lack_of_shared_memory_is_said(path: str, remedy: str) -> None:
+    for insecure in (False, True):
+        health = health_of(given(path, hosts="aa", insecure=insecure))
+        assert health.is_healthy
+        line = health.advice[-1]
+        reason = path.partition(": ")[2].partition("; no link")[0]
+        assert line.startswith(
+            f"slow: worker 0 → server 0 without shared memory, though both run on one host: {reason}. {remedy}"
+        )
 
 
 def test_without_keys_nothing_is_encrypted() -> None:

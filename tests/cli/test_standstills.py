@@ -13,7 +13,7 @@ from click.testing import Result
 
 from kvd.errors import JobEnded, NotAllowed
 from kvd.protocol.messages import EXIT_BARRIER
-from kvd_cli import cluster
+from kvd_cli import doctor as doctor_module
 from kvd_cli.health import Health, health_of
 from kvd_cli.options import current
 from tests.cli.reports import member, report, server
@@ -298,15 +298,15 @@ def doctor(kvd: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Calla
 
     def run(by_job: dict[str, Any], *flags: str) -> Result:
         @contextlib.contextmanager
-        def observer(doing: str, job: str = "") -> Iterator[Any]:
+        def observer(doing: str, job: str = "", within_s: float | None = None) -> Iterator[Any]:
             current().load_client()
             if job not in by_job:
                 raise NotAllowed("this key is of other jobs")
             if by_job[job] is ENDED:
                 raise JobEnded("the run has ended", job=job)
-            yield SimpleNamespace(status=lambda: {**by_job[job], "jobs": RUNS})
+            yield SimpleNamespace(status=lambda _within_s: {**by_job[job], "jobs": RUNS})
 
-        monkeypatch.setattr(cluster, "observer", observer)
+        monkeypatch.setattr(doctor_module, "observer", observer)
         return kvd("doctor", *flags)
 
     return run

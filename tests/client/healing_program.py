@@ -132,7 +132,7 @@ def main() -> None:
             value = gradient(key, weights[key], kv.rank, step)
             handles.append(kv.pushpull_async(key, value, out=merged[key]))
             if key == "a" and any(death[1:] == (place, "half") for death in deaths):
-                time.sleep(0.3)  # it arrives
+                time.sleep(0.3)  # time itself: it arrives, and nobody says so
                 come_to("half")
         come_to("sent")
         for handle in handles:

@@ -134,14 +134,14 @@ async def test_the_loop_goes_on_while_calls_wait() -> None:
             nonlocal ticks
             while True:
                 ticks += 1
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # time itself: a tick
 
         ticking = asyncio.create_task(tick())
         with pytest.raises(RequestTimeout):
             await one.barrier("b", timeout=0.3)
         ticking.cancel()
         await asyncio.gather(one.close(), other.close())
-        assert ticks > 10
+        assert ticks > 2, "the loop stood still"
 
 
 @pytest.mark.asyncio

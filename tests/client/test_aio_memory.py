@@ -15,6 +15,7 @@ import kvd
 from kvd.errors import RequestTimeout
 from kvd.testing.cluster import LocalCluster
 from tests.client.harness import MEGABYTE, ONE_PUSH, PATIENT
+from tests.waiting import eventually
 
 
 @asynccontextmanager
@@ -45,7 +46,7 @@ async def test_an_awaited_push_waits_for_room_and_the_loop_goes_on(what: str) ->
         waiting = asyncio.create_task(getattr(kv, what)("v", value))
         begun = time.monotonic()
         for _ in range(20):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # time itself: the loop goes on
         assert time.monotonic() - begun < 2
         assert not waiting.done()
         assert not first.done()
@@ -83,10 +84,7 @@ async def test_the_async_forms_say_at_once_that_there_is_no_room() -> None:
         await asyncio.to_thread(other.push, "w", np.zeros_like(value))
         await first
         del first
-        deadline = time.monotonic() + 30
-        while not pushed(kv, value):  # the server gives the memory of "w" back when it gets to it
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await eventually(lambda: pushed(kv, value), 'the server gives the memory of "w" back')
 
 
 @pytest.mark.asyncio
@@ -94,7 +92,7 @@ async def test_pushes_wait_for_room_in_order_and_can_give_up() -> None:
     async with filled() as (kv, first, other):
         zeros = np.zeros(MEGABYTE // 4, np.float32)
         tasks = [asyncio.create_task(kv.pushpull("v", np.full_like(zeros, number))) for number in range(1, 5)]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time itself: they come to wait, and nobody says so
         with pytest.raises(RequestTimeout):
             kv.push_async("v", np.ones(1, np.float32))  # small enough, and yet not before the others
         tasks[1].cancel()

@@ -16,7 +16,7 @@ import pytest
 
 import kvd
 from kvd.errors import ConfigError, KeyExists, KeyNotFound, NotAllowed, ShapeMismatch, StoreClosed
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, wait_until
 from tests.client.harness import FORKS, ones
 
 TYPES = ["local", "dist_sync", "dist_async"]
@@ -219,8 +219,7 @@ def test_an_unobserved_error_is_raised_later(kind: str, told_by: str) -> None:
         kv = cluster.store() if kind == "dist_sync" else kvd.create("local")
         kv.init(["w", "v"], [ones(), ones()])
         handle = kv.push("w", ones(5))
-        while not handle.done():
-            time.sleep(0.001)
+        wait_until(handle.done, "the push fails")
         kv.pull("v")  # not its business
         with pytest.raises(ShapeMismatch, match=r"\(5,\)"):
             {"the next call": lambda: kv.pull("w"), "flush": kv.flush, "close": kv.close}[told_by]()

@@ -117,7 +117,7 @@ def test_async_broadcasts_one_after_the_other_do_not_mix(monkeypatch: pytest.Mon
         part: ClusterAssignments, names: list[str], targets: list[Target], priority: int, deadline: Deadline
     ) -> None:
         if part._rank == 1:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # time itself: this worker is late
         await pull(part, names, targets, priority, deadline)
 
     def program(kv: kvd.KVStore) -> list[float]:

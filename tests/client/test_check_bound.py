@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 import kvd
 from kvd.errors import NotAllowed
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, wait_until
 from tests.client.harness import Pair, init_all
 
 LARGE = (600, 500)  # more than what goes through the socket in any case
@@ -76,8 +75,7 @@ def test_a_handle_that_nobody_asks_is_not_forgotten(checking: Pair, asks: str) -
     push = kv.push("w", gradient)
     gradient[0, 0] = 1
     other.push("w", np.zeros(LARGE, np.float32)).wait()
-    while not push.done():
-        threading.Event().wait(0.01)
+    wait_until(push.done, "the push is done")
     kv.pull("v")  # another key
     for store in (kv, other):
         store.set_barrier_before_exit(False)

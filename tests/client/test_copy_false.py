@@ -291,14 +291,14 @@ def test_keys_of_which_nothing_is_kept_are_forgotten(kv: kvd.KVStore) -> None:
 
 
 FORK = """
-import os, sys, time, numpy as np, kvd
+import os, sys, numpy as np, kvd
 from kvd.errors import StoreClosed
+from kvd.testing.cluster import wait_until
 kv = kvd.create("dist_sync")
 kv.init("w", np.zeros((300, 200), np.float32))
 kept = kv.pushpull("w", np.ones((300, 200), np.float32), copy=False)
 handles = [kv.pull_async("w", copy=copy) for copy in (False, True)]
-while not all(handle.done() for handle in handles):
-    time.sleep(0.001)
+wait_until(lambda: all(handle.done() for handle in handles), "the pulls end")
 reading, writing = os.pipe()
 child = os.fork()
 if child == 0:

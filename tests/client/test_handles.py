@@ -16,7 +16,7 @@ import pytest
 import kvd
 from kvd.client.calls.handle import Handle
 from kvd.errors import KeyNotFound, KvdError, NotAllowed, RequestTimeout, ShapeMismatch, StoreClosed
-from kvd.testing.cluster import LocalCluster, engine_of
+from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from tests.client.harness import Pair, ones
 
 
@@ -100,8 +100,7 @@ def test_the_error_of_an_unclaimed_push_is_raised_by_the_next_call_on_its_key(kv
 
     def spoil(key: str) -> None:
         handle = kv.push(key, ones(5))
-        while not handle.done():
-            time.sleep(0.001)
+        wait_until(handle.done, "the push fails")
 
     for call in (
         lambda: kv.push("w", ones()),
@@ -139,8 +138,7 @@ def test_an_unobserved_error_says_which_call_it_was(kind: str, cluster: LocalClu
     for step in kv.steps(2):
         for name, call in calls.items() if step else ():
             handle = call("w", ones(5))
-            while not handle.done():
-                time.sleep(0.001)
+            wait_until(handle.done, f"the {name} fails")
             with pytest.raises(ShapeMismatch) as caught:
                 kv.pull("w")
             text = f"the call that failed is an earlier {name} of 'w' in step 1, which nobody waited for"
@@ -183,13 +181,11 @@ def test_a_wait_that_gave_up_does_not_swallow_the_error(pair: Pair) -> None:
 def test_errors_of_the_other_async_forms_are_not_lost(kv: kvd.KVStore) -> None:
     kv.init("w", ones())
     handle = kv.init_async("w", ones())
-    while not handle.done():
-        time.sleep(0.001)
+    wait_until(handle.done, "the init fails")
     with pytest.raises(kvd.KeyExists):
         kv.flush()
     broadcast = kv.broadcast_async("w", ones(5))
-    while not broadcast.done():
-        time.sleep(0.001)
+    wait_until(broadcast.done, "the broadcast fails")
     with pytest.raises(ShapeMismatch):
         kv.pull("w")
 

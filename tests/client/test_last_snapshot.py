@@ -18,7 +18,7 @@ from kvd.config import load
 from kvd.core.requests import Tell
 from kvd.errors import RequestTimeout, SnapshotError
 from kvd.protocol.messages import LAST_SNAPSHOT
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, wait_until
 from tests.client.harness import ones
 
 
@@ -42,7 +42,7 @@ def test_the_step_and_the_time(tmp_path: Path, kind: str, call: str) -> None:
                     taken = getattr(kv, call)(tmp_path / "taken")
                     if taken is not None:
                         taken.wait()
-                    seen = last_snapshot(cluster)
+                    seen = wait_until(lambda: last_snapshot(cluster), "the scheduler has the note")
                     assert seen["step"] in (1, 2)
                     assert before <= seen["at"] <= time.time() + 1
                     (tmp_path / "file").touch()
@@ -67,5 +67,5 @@ def test_the_other_workers_hear_of_a_snapshot_though_the_status_does_not() -> No
 
     written, engine = Promise(), SlowEngine()
     written.set_result(None)
-    Publication(engine, is_writer=True).announce(written, "token", 3)  # type: ignore[arg-type]
+    Publication(engine, 0, is_writer=True).announce(written, "token", 3)  # type: ignore[arg-type]
     assert heard == [NAME]

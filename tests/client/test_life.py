@@ -18,6 +18,7 @@ from kvd.client.facades.blocking import backend_of
 from kvd.errors import ConnectError, NotAllowed, StoreClosed
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from tests.client.harness import CALLS, FORKS, SLOW_TO_JUDGE, UNREACHABLE, Pair, failed_workers, ones
+from tests.waiting import wait_until_inside
 
 
 def fail_after(_: Any) -> None:
@@ -125,7 +126,7 @@ def test_calls_under_way_end_when_the_store_is_closed(slow_pair: Pair) -> None:
 
     thread = threading.Thread(target=block)
     thread.start()
-    time.sleep(0.1)
+    wait_until_inside(thread, "pull")
     one.__exit__(RuntimeError, None, None)
     for handle in waiting:
         with pytest.raises(StoreClosed):
@@ -155,7 +156,7 @@ def test_calls_and_close_at_the_same_time_never_hang() -> None:
             threads = [threading.Thread(target=work) for _ in range(3)]
             for thread in threads:
                 thread.start()
-            time.sleep(0.02)
+                wait_until_inside(thread, "pushpull")
             closers = [threading.Thread(target=kv.close) for _ in range(2)]
             for thread in closers:
                 thread.start()

@@ -149,7 +149,7 @@ async def test_a_coroutine_is_woken_when_there_is_room() -> None:
             budget.take(wanted, reservation)
 
     waiting = asyncio.create_task(take())
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # a turn of the loop: it waits
     assert not waiting.done()
     held.clear()
     await asyncio.wait_for(waiting, QUICK_S)
@@ -171,7 +171,7 @@ async def test_threads_and_coroutines_wait_in_one_queue() -> None:
             budget.take(wanted, reservation)
 
     waiting = asyncio.create_task(take())
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # a turn of the loop: it waits
     held.clear()
     assert await asyncio.to_thread(thread.served.wait, QUICK_S)
     assert not waiting.done()

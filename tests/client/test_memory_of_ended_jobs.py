@@ -16,7 +16,7 @@ NO_COLLECTION = "import gc\ngc.disable()\n"
 
 MIB = 1 << 20
 VALUE_BYTES = 4 * MIB
-KEPT_JOBS = 8  # that are over and can still be read: kvd.core.scheduler.runs.MAX_KEPT
+KEPT_JOBS = 8  # that are over and can still be read: kvd.core.scheduler.runs.table.MAX_KEPT
 MORE = 3 * KEPT_JOBS
 TOLERANCE_BYTES = 8 * VALUE_BYTES  # of 2 * MORE * VALUE_BYTES that come and go: a version, and the one before
 

@@ -16,11 +16,12 @@ import pytest
 
 import kvd
 from kvd.errors import Deadlock, RequestTimeout
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, wait_until
 from tests.client.harness import ones
 
 DAEMONS: dict[str, Any] = {"server_timeout_s": 60.0, "worker_timeout_s": 60.0, "request_timeout_s": 90.0}
 SERVER_DEADLINE_S = 4.0
+UNHURRIED_DEADLINE_S = 8.0  # where every answer must come within it, however busy the machine is
 WORKERS: dict[str, Any] = {
     "server_timeout_s": 1.0,
     "worker_timeout_s": 1.0,
@@ -29,6 +30,7 @@ WORKERS: dict[str, Any] = {
     "notice_s": 0.5,
 }
 SOON = {"round_timeout_s": SERVER_DEADLINE_S}
+UNHURRIED = {"request_timeout_s": UNHURRIED_DEADLINE_S}
 NOT_FOR_USERS = ("transfer", "initkeys", "describekey", "control", "lookup", "kvd:", "user:")
 Ending = Any
 
@@ -69,7 +71,7 @@ def test_a_worker_may_be_busy_for_longer_than_a_server_may_owe_an_answer() -> No
     done = threading.Event()
 
     def busy(kv: kvd.KVStore) -> float:
-        done.wait(1.7 * SERVER_DEADLINE_S)
+        done.wait(1.3 * UNHURRIED_DEADLINE_S)
         kv.barrier("evaluated")
         return float(kv.pushpull("a", ones())[0])
 
@@ -82,17 +84,17 @@ def test_a_worker_may_be_busy_for_longer_than_a_server_may_owe_an_answer() -> No
         kv.barrier("evaluated")
         return float(handle.wait()[0])
 
-    assert endings(waiting, busy, pushing) == [3.0, 3.0, 3.0]
+    assert endings(waiting, busy, pushing, **UNHURRIED) == [3.0, 3.0, 3.0]
 
 
 def test_a_worker_that_closes_waits_for_one_that_is_busy() -> None:
     def program(kv: kvd.KVStore) -> bool:
         if kv.rank == 1:
-            threading.Event().wait(1.5 * SERVER_DEADLINE_S)
+            threading.Event().wait(1.3 * UNHURRIED_DEADLINE_S)
         return True
 
     with LocalCluster(2, 1, **DAEMONS) as cluster:
-        assert cluster.run(program, **WORKERS) == [True, True]
+        assert cluster.run(program, **{**WORKERS, **UNHURRIED}) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,7 @@ def test_a_timeout_of_the_program_counts_and_names_the_worker() -> None:
 
 def test_the_log_says_for_whom_a_call_waits(caplog: pytest.LogCaptureFixture) -> None:
     def busy(kv: kvd.KVStore) -> None:
-        while not [text for text in caplog.messages if "has waited" in text]:
-            threading.Event().wait(0.05)
+        wait_until(lambda: [text for text in caplog.messages if "has waited" in text], "the log says for whom")
         kv.pushpull("a", ones())
 
     with caplog.at_level(logging.WARNING, logger="kvd.node"):

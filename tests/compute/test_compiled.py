@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvd.compute.compiled import Loop, kernels_in_use, loop_for, warm_up
 from kvd.compute.kernels import SGDKernel, loop_name
 from kvd.compute.tensors import DTYPES
 from kvd.optimizer import SGD
+from kvd.testing.cluster import wait_until
 from tests.compute.compiled_harness import needs_numba
 
 
@@ -38,9 +38,7 @@ def test_no_update_waits_for_a_compilation() -> None:
         assert loop.ready(compiled.ENOUGH) is None, "the loop cannot be there while its compilation waits"
         assert loop._asked
         started.set()
-        until = time.monotonic() + 100
-        while loop.ready(1) is None and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: loop.ready(1) is not None, "the loop is compiled", 100.0)
     assert loop.is_ready
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.scheduler.partitions import Entry, Holder, Partitions, Server
+from kvd.core.scheduler.placement.partitions import Entry, Holder, Partitions, Server
 from kvd.protocol.messages import Epoch
 from tests.core.fakes import server_id
 

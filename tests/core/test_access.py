@@ -12,7 +12,7 @@ from kvd.core.access import ANY_KEY, JOINS, ROWS, Doorkeeper, Row, Standing, is_
 from kvd.core.machine import SCHEDULER, CallerPeer, LogEntry, Received, Send, Stop
 from kvd.core.principals import HOLDER, KeyRole, Principal
 from kvd.core.pseudonyms import pseudonym
-from kvd.core.scheduler.runs import MAX_LIVE
+from kvd.core.scheduler.runs.table import MAX_LIVE
 from kvd.protocol import messages as m
 from kvd.protocol.messages import NO_RUN, NO_VIEW, ErrorCode, NotYet, Refused
 from tests.core.access_harness import (

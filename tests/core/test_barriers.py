@@ -6,8 +6,8 @@ import pytest
 
 from kvd.client.calls import checks
 from kvd.core.machine import CallerPeer
-from kvd.core.scheduler import barriers as module
-from kvd.core.scheduler.barriers import Barriers, Entrant, Settled, Verdict
+from kvd.core.scheduler.barriers import barriers as module
+from kvd.core.scheduler.barriers.barriers import Barriers, Entrant, Settled, Verdict
 from kvd.protocol.messages import Done, ErrorCode, Refused
 
 TOO_MANY = "workers wait at 2 barriers, and no more can be opened: use fewer names"

@@ -10,8 +10,8 @@ import pytest
 from kvd.core.machine import CallerPeer
 from kvd.core.membership import ViewState
 from kvd.core.places import PlaceKind, place_of
-from kvd.core.scheduler.barriers import Barriers, Entrant
-from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
+from kvd.core.scheduler.barriers.barriers import Barriers, Entrant
+from kvd.core.scheduler.membership.roster import MemberEvent, Roster, Seat
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
 from kvd.core.server.participants import Participants
 from kvd.errors import NotAllowed

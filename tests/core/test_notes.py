@@ -9,9 +9,9 @@ import pytest
 
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, CallerPeer, Persisted, Send, Unsaved
-from kvd.core.scheduler import barriers as module
-from kvd.core.scheduler.barriers import Barriers, Entrant, Note, Verdict
-from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.barriers import barriers as module
+from kvd.core.scheduler.barriers.barriers import Barriers, Entrant, Note, Verdict
+from kvd.core.scheduler.runs.record import Record
 from kvd.errors import BarrierBroken, NotAllowed
 from kvd.protocol.messages import Done, Enter, ErrorCode, Listen, NodeName, Refused, Said, Say
 from tests.core.fakes import OPEN, of, one, said, server_id, worker_id

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvd.core.scheduler.partitions import Partitions
+from kvd.core.scheduler.placement.partitions import Partitions
 from kvd.protocol.messages import NO_VIEW
 from tests.core.fakes import server_id
 from tests.core.partitions_harness import Table, everything_done, everything_synced, pid

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvd.core.scheduler import partitions as module
-from kvd.core.scheduler.partitions import Entry, Holder, Partitions, Server
+from kvd.core.scheduler.placement import partitions as module
+from kvd.core.scheduler.placement.partitions import Entry, Holder, Partitions, Server
 from kvd.protocol.messages import NO_VIEW, Epoch
 from tests.core.fakes import server_id
 from tests.core.partitions_harness import Table

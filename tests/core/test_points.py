@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer, Send
-from kvd.core.scheduler import points as module
-from kvd.core.scheduler.points import NOT_KNOWN, Points
-from kvd.core.scheduler.record import Record
+from kvd.core.scheduler.barriers import points as module
+from kvd.core.scheduler.barriers.points import NOT_KNOWN, Points
+from kvd.core.scheduler.runs.record import Record
 from kvd.protocol.messages import (
     Departure,
     Done,

@@ -9,7 +9,7 @@ import pytest
 from kvd.core.machine import Contribution, Span
 from kvd.core.places import PlaceKind, place_of
 from kvd.core.server.progress import PushRequest, Refusal
-from kvd.core.server.rounds import PushStatus, SliceLog
+from kvd.core.server.rounds import NoVersion, PushStatus, SliceLog
 from kvd.protocol.messages import ABSENT, ADD, ASSIGN, ErrorCode
 
 
@@ -192,6 +192,33 @@ def test_versions_current_and_previous() -> None:
         log.close_next([0])
         log.commit(f"v{clock}")
     assert [log.at_version(version) for version in (0, 1, 2, 3)] == [None, "v1", "v2", None]
+
+
+def with_steps(log: SliceLog, *steps: int) -> SliceLog:
+    """Commits a version for each of these steps."""
+    for clock, step in enumerate(steps, 1):
+        stage(log, given(0, clock)._replace(step=step))
+        log.close_next([0])
+        log.commit(f"v{clock}")
+    return log
+
+
+def test_the_version_of_a_step() -> None:
+    """Versions 1, 2, 3 are of steps 1, 4, 6; version 1 is not kept any more."""
+    log = with_steps(sync(), 1, 4, 6)
+    gone, later = NoVersion.GONE, NoVersion.LATER
+    assert [log.version_at(step, 0) for step in range(9)] == [gone, gone, gone, gone, 2, 2, later, later, later]
+    assert [log.version_at(step, 7) for step in range(9)] == [gone, gone, gone, gone, 2, 2, 3, 3, later]
+
+
+def test_no_pushes_of_an_earlier_step_follow_a_version_with_its_number() -> None:
+    log = with_steps(sync(), 1, 2)
+    assert [log.version_at(step, 0) for step in (1, 2, 3)] == [1, 2, NoVersion.LATER]
+
+
+def test_an_asynchronous_version_is_named_by_its_number() -> None:
+    log = with_steps(asynchronous(), 5, 5)
+    assert [log.version_at(number, 9) for number in range(4)] == [NoVersion.GONE, 1, 2, NoVersion.LATER]
 
 
 def test_a_successor_starts_where_its_predecessor_was_counted() -> None:

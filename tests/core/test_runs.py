@@ -8,9 +8,9 @@ import pytest
 
 from kvd.core.machine import CallerPeer
 from kvd.core.scheduler.machine import SchedulerMachine
-from kvd.core.scheduler.phase import TRANSITIONS, RunEvent, RunLife
-from kvd.core.scheduler.roster import MemberEvent, Roster
-from kvd.core.scheduler.runs import Choice, Runs, RunSlot
+from kvd.core.scheduler.membership.roster import MemberEvent, Roster
+from kvd.core.scheduler.runs.phase import TRANSITIONS, RunEvent, RunLife
+from kvd.core.scheduler.runs.table import Choice, Runs, RunSlot
 from kvd.protocol.messages import Join, RunPhase
 from tests.core.fakes import OPEN
 

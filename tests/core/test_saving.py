@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.machine import Persist
-from kvd.core.scheduler.saving import MAX_UNDER_WAY, Saving
+from kvd.core.scheduler.runs.record import MAX_UNDER_WAY, Saving
 
 
 def test_a_record_saves_what_came_before_it() -> None:

@@ -39,10 +39,12 @@ from tests.core.scheduler_harness import BARE, Harness, answer
 
 
 def test_the_steps_that_the_module_tells_of_exist() -> None:
-    steps = re.findall(r"`(\w+)\.py:(\w+)\.(\w+)`", str(machine.__doc__))
+    steps = re.findall(r"`([\w/]+)\.py:(\w+)\.(\w+)`", str(machine.__doc__))
     assert len(steps) >= 10
     for module, owner, function in steps:
-        assert callable(getattr(getattr(import_module(f"kvd.core.scheduler.{module}"), owner), function))
+        assert callable(
+            getattr(getattr(import_module(f"kvd.core.scheduler.{module.replace('/', '.')}"), owner), function)
+        )
 
 
 # ── joining ──
@@ -364,7 +366,7 @@ def test_a_restarted_server_gets_its_old_rank() -> None:
 
 
 def test_the_oldest_replaced_incarnations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.scheduler.roster.MAX_REPLACED", 1)
+    monkeypatch.setattr("kvd.core.scheduler.membership.roster.MAX_REPLACED", 1)
     harness = Harness()
     for life in (0, 1, 2):
         harness.worker(0, life)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.scheduler.agreement import Agreement
+from kvd.core.scheduler.membership.agreement import Agreement
 from kvd.protocol.messages import ErrorCode, Join
 from tests.core.fakes import OPEN
 from tests.core.scheduler_harness import BARE

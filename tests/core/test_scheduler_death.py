@@ -265,7 +265,7 @@ def test_a_server_cannot_enter_a_barrier() -> None:
 
 
 def test_barriers_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.scheduler.barriers.MAX_NAMES", 1)
+    monkeypatch.setattr("kvd.core.scheduler.barriers.barriers.MAX_NAMES", 1)
     harness = two_workers()
     enter(harness, 0, 1)
     refused = one(

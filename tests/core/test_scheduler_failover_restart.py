@@ -10,8 +10,8 @@ import pytest
 
 from kvd.core.machine import InRun, LogEntry, Persist, Persisted, Received, ServerPeer, Tick
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.core.scheduler.record import Record
 from kvd.core.scheduler.router import SchedulerRouter
+from kvd.core.scheduler.runs.record import Record
 from kvd.protocol.messages import (
     NO_RANK,
     NO_RUN,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import LogEntry, Persisted, Send, Tick, Unsaved
-from kvd.core.scheduler.lateness import LOG_INTERVAL_S
-from kvd.core.scheduler.views import TOLD_AT_ONCE
+from kvd.core.scheduler.membership.participation import LOG_INTERVAL_S
+from kvd.core.scheduler.membership.views import TOLD_AT_ONCE
 from kvd.protocol.messages import (
     Departure,
     Done,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.roster import MemberEvent, Roster, Seat
-from kvd.protocol.messages import MAX_QUIET, Quiet
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.roster import MemberEvent, Roster, Seat
+from kvd.core.scheduler.placement.partitions import Entry, Holder, Partitions
+from kvd.protocol.messages import MAX_QUIET, NO_VIEW, Quiet
 from tests.core.fakes import member
 
 INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S = 1.0, 5.0, 20.0
@@ -16,7 +17,7 @@ def seated() -> tuple[Roster, Liveness, Seat, Seat]:
     """A server and a worker that were heard at 0."""
     server, worker = Seat(member("server", 0), "host", 1), Seat(member("worker", 0), "host", 2)
     roster = Roster(1, 1, [server, worker])
-    return roster, Liveness(roster, INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0), server, worker
+    return roster, Liveness(roster, Partitions(0), INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0), server, worker
 
 
 def test_each_role_has_its_own_timeout() -> None:
@@ -96,13 +97,16 @@ def test_a_scheduler_that_was_paused_forgives_silence(steps: list[float], forgiv
 
 
 def test_an_empty_cluster_has_nobody_to_forgive() -> None:
-    assert not Liveness(Roster(1, 1), 1.0, 5.0, 20.0, 0.0).forgive_after_pause(60.0)
+    assert not Liveness(Roster(1, 1), Partitions(0), 1.0, 5.0, 20.0, 0.0).forgive_after_pause(60.0)
 
 
 def test_a_server_that_is_alone_is_spared_until_it_is_heard() -> None:
     server, worker = Seat(member("server", 0), "host", 1), Seat(member("worker", 0), "host", 2)
     roster = Roster(1, 1, [server, worker])
-    liveness = Liveness(roster, INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0, lambda seat: seat is server)
+    partitions = Partitions(1)
+    alone = Holder(0, server.member.incarnation)
+    partitions.restore([(Entry(alone, None, None, alone.incarnation), NO_VIEW)])
+    liveness = Liveness(roster, partitions, INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0)
     assert [seat for seat, _ in liveness.overdue(5.0)] == [server]
     assert liveness.spare(server)
     assert (liveness.overdue(6.0), liveness.next_deadline()) == ([], WORKER_TIMEOUT_S)
@@ -119,7 +123,7 @@ def test_a_server_that_is_alone_is_spared_until_it_is_heard() -> None:
 def crowd(count: int) -> tuple[list[Seat], Liveness]:
     """Workers that were heard one after the other, the last one first."""
     seats = [Seat(member("worker", rank), "host", rank) for rank in range(count)]
-    liveness = Liveness(Roster(0, count, seats), INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0)
+    liveness = Liveness(Roster(0, count, seats), Partitions(0), INTERVAL_S, SERVER_TIMEOUT_S, WORKER_TIMEOUT_S, 0.0)
     for number, seat in enumerate(reversed(seats)):
         liveness.heard(seat, number / 1000)
     return seats, liveness

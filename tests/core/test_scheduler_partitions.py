@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.scheduler.partitions import Entry, Partitions, Server
+from kvd.core.scheduler.placement.partitions import Entry, Partitions, Server
 from kvd.protocol.messages import NO_VIEW, Epoch, Partition
 from tests.core.fakes import server_id
 from tests.core.partitions_harness import Table, everything_done, everything_synced, pid

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer, PeerLost
-from kvd.core.scheduler.barriers import Barriers, Entrant, Verdict
+from kvd.core.scheduler.barriers.barriers import Barriers, Entrant, Verdict
 from kvd.core.scheduler.machine import SchedulerMachine
-from kvd.core.scheduler.record import MOST_GENERATION, Record
-from kvd.core.scheduler.roster import Seat
-from kvd.core.scheduler.views import MOST_TOLD
+from kvd.core.scheduler.membership.roster import Seat
+from kvd.core.scheduler.membership.views import MOST_TOLD
+from kvd.core.scheduler.runs.record import MOST_GENERATION, Record
 from kvd.protocol.messages import (
     BIGGEST,
     ErrorCode,

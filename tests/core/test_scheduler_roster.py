@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer
-from kvd.core.scheduler import roster as module
-from kvd.core.scheduler.roster import AS_PREDECESSOR, LIVING, TRANSITIONS, MemberEvent, Roster, Seat
+from kvd.core.scheduler.membership import roster as module
+from kvd.core.scheduler.membership.roster import AS_PREDECESSOR, LIVING, TRANSITIONS, MemberEvent, Roster, Seat
 from kvd.protocol.messages import Join, MemberState
 from tests.core.fakes import OPEN, member
 

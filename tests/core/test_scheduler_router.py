@@ -10,7 +10,7 @@ import pytest
 from kvd.core.machine import CallerPeer, InRun, PeerLost, Persist, Persisted, PersistFailed, Received, Send, Tick
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
-from kvd.core.scheduler.runs import MAX_KEPT, MAX_LIVE
+from kvd.core.scheduler.runs.table import MAX_KEPT, MAX_LIVE
 from kvd.protocol.messages import (
     BIGGEST,
     MAX_MEMBERS,

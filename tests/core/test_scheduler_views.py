@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.machine import CallerPeer, Send
-from kvd.core.scheduler.views import Listener, Views
+from kvd.core.scheduler.membership.views import Listener, Views
 from kvd.protocol.messages import Done, Epoch, View, Welcome
 from tests.core.fakes import OPEN
 

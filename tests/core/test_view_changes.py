@@ -11,8 +11,16 @@ import pytest
 from kvd.core.machine import SCHEDULER, CallerPeer, Received, Send
 from kvd.core.membership import ViewState
 from kvd.core.pseudonyms import public_view
-from kvd.core.scheduler.view_history import MAX_LEFT, MAX_TOLD, ViewHistory, pages
-from kvd.core.scheduler.views import PAUSE_S, TOLD_AT_ONCE, Listener, Views
+from kvd.core.scheduler.membership.views import (
+    MAX_LEFT,
+    MAX_TOLD,
+    PAUSE_S,
+    TOLD_AT_ONCE,
+    Listener,
+    ViewHistory,
+    Views,
+    pages,
+)
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
 from kvd.protocol.messages import (
     BIGGEST,

@@ -10,7 +10,8 @@ import pytest
 from kvd.core import requests
 from kvd.core.machine import Complete, LocalCall, Send, ServerPeer
 from kvd.core.outbox import ENTRY_TRANSITIONS, Entry, EntryState, Outbox
-from kvd.core.worker.calls import Call, CallBook, CallState
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import CallState, InFlight
 from kvd.core.worker.keys import KEY_TRANSITIONS, KeyState, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.push_window import (
@@ -53,7 +54,7 @@ def test_a_request_changes_its_state_only_as_the_table_allows(before: EntryState
 
 
 def test_a_call_starts_once() -> None:
-    call = Call(1, requests.Flush(), 5.0, is_push=False)
+    call = InFlight(1, requests.Flush(), 5.0, is_push=False)
     call.start()
     assert call.state is CallState.STARTED
     with pytest.raises(RuntimeError, match="cannot start when it is STARTED"):
@@ -135,11 +136,11 @@ class Book:
         self.pushes = OpenPushes(self.calls, lambda key: None)
         self.numbers = 0
 
-    def accept(self, request: requests.Request, deadline: float = 9.0) -> Call:
+    def accept(self, request: requests.Request, deadline: float = 9.0) -> InFlight:
         self.numbers += 1
         return self.calls.accept(LocalCall(self.numbers, request, deadline), 0.0)
 
-    def push(self) -> Call:
+    def push(self) -> InFlight:
         call = self.accept(requests.Transfer((), push=True, pull=False))
         self.pushes.accept(call)
         return call
@@ -151,7 +152,7 @@ class Book:
 def test_a_call_is_completed_once_and_withdrawn_when_it_ends_early() -> None:
     book = Book()
     first, second = book.accept(requests.Flush(), 1.0), book.accept(requests.Flush(), 2.0)
-    withdrawn: list[Call] = []
+    withdrawn: list[InFlight] = []
     second.hold(withdrawn.append)
     book.calls.complete(first)
     book.calls.complete(first)

@@ -9,6 +9,7 @@ from kvd.core.machine import SCHEDULER, Census, CensusTaken, LocalCall, LogEntry
 from kvd.protocol.messages import (
     Absent,
     BarrierWait,
+    Heartbeat,
     NodeFact,
     Push,
     Values,
@@ -93,6 +94,7 @@ class WaitingWorker:
             self.logged += [entry.text for entry in of(LogEntry, harness.effects) if entry.level == "warning"]
             asks_threads = bool(of(Census, harness.effects))
             harness.effects.clear()
+            harness.sent[:] = [send for send in harness.sent if not isinstance(send.message, Heartbeat)]
             if asks_threads:
                 harness.step(self.census)
             questions = [send for send in harness.sent if isinstance(send.message, WaitQuery | WaitReport)]

@@ -17,7 +17,7 @@ from kvd.core.machine import (
     Span,
 )
 from kvd.errors import ConnectError, KvdError
-from kvd.node.driver import Driver
+from kvd.node.shell.driver import Driver
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import NO_RUN, Epoch
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, pieces_of
@@ -122,14 +122,6 @@ def run(harness: DriverHarness, program: Callable[[], Any]) -> None:
 
 def nothing(event: Event) -> list[Effect]:
     return []
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen")
 
 
 def call(number: int) -> LocalCall:

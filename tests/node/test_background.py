@@ -29,12 +29,13 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import NotAllowed
-from kvd.node import records
-from kvd.node.background import FEW_IDS_NBYTES
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.background import FEW_IDS_NBYTES
+from kvd.node.storage import records
 from kvd.protocol.messages import NO_RUN, Done, Epoch
-from kvd.transport.holding import Holding
-from tests.node.driver_harness import DriverHarness, call, run, until
+from kvd.transport.links.write_coalescing import WriteCoalescing
+from tests.node.driver_harness import DriverHarness, call, run
+from tests.waiting import eventually
 
 
 def test_a_command_that_raises_system_exit_fails() -> None:
@@ -46,7 +47,7 @@ def test_a_command_that_raises_system_exit_fails() -> None:
 
     async def program() -> None:
         harness.driver.feed(call(1))
-        await until(lambda: any(isinstance(event, JobDone) for event in harness.machine.events))
+        await eventually(lambda: any(isinstance(event, JobDone) for event in harness.machine.events))
         (done,) = [event for event in harness.machine.events if isinstance(event, JobDone)]
         assert (done.job, done.run) == (9, 4)
         assert isinstance(done.error, NotAllowed)
@@ -76,7 +77,7 @@ def test_an_answer_waits_for_a_short_read_and_for_nothing_else(
     job: Job, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    holding = Holding()
+    holding = WriteCoalescing()
 
     class Runner(JobRunner):
         def run(self, job: Job, run: int = NO_RUN) -> JobDone:
@@ -116,12 +117,12 @@ def test_records_are_saved_one_after_the_other_and_only_the_newest_of_those_that
 
     async def program() -> None:
         harness.driver.feed(call(1))
-        await until(lambda: saved)
+        await eventually(lambda: saved)
         for number in (2, 3, 4):
             harness.driver.feed(call(number))
         assert not persisted(harness)
         goes_on.set()
-        await until(lambda: Persisted(4) in harness.machine.events)
+        await eventually(lambda: Persisted(4) in harness.machine.events)
         assert saved == [{"call": 1}, {"call": 4}]
         assert persisted(harness) == [1, 4]
 
@@ -143,9 +144,9 @@ def test_a_record_that_cannot_be_saved_is_tried_again(
 
     async def program() -> None:
         harness.driver.feed(call(1))
-        await until(lambda: PersistFailed("disk full") in harness.machine.events)
+        await eventually(lambda: PersistFailed("disk full") in harness.machine.events)
         harness.driver.feed(call(2))
-        await until(lambda: Persisted(2) in harness.machine.events)
+        await eventually(lambda: Persisted(2) in harness.machine.events)
         assert tried[-1] == {"call": 2}  # the newest
         assert harness.machine.events.count(PersistFailed("disk full")) == 1
         assert not harness.halts

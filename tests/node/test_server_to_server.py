@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Connect, Effect, Event, InRun, LinkPeer, LocalCall, Received, Send, ServerPeer, Span
-from kvd.node.driver import Driver
+from kvd.node.shell.driver import Driver
 from kvd.protocol.messages import Done, Epoch, Hold, HoldPlace, SliceId
 from kvd.transport.host import HostTransport
-from tests.node.driver_harness import Scripted, call, nothing, until
+from tests.node.driver_harness import Scripted, call, nothing
+from tests.waiting import eventually
 
 RUNS = {3: Epoch(1, 5), 4: Epoch(2, 9)}
 HOLDER_NAME = ServerPeer(4711)
@@ -61,7 +62,7 @@ def test_records_of_each_run_arrive_and_are_answered_in_it(shared_memory: bool) 
             ]
             leader.machine.react = lambda event: records if isinstance(event, LocalCall) else []
             leader.driver.feed(call(1))
-            await until(lambda: len(leader.received) == 2)
+            await eventually(lambda: len(leader.received) == 2)
             assert [(each.run, each.epoch, each.message) for each in backup.received] == [
                 (3, RUNS[3], hold),
                 (4, RUNS[4], HoldPlace(2, 0, 1, 7)),

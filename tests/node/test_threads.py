@@ -30,9 +30,11 @@ from kvd.core.machine import (
     Tick,
 )
 from kvd.errors import KvdError
-from kvd.node.threads import LinkWaiter
+from kvd.node.shell.threads import LinkWaiter
 from kvd.protocol.messages import Done, Epoch
-from tests.node.driver_harness import DriverHarness, call, run, until
+from kvd.testing.cluster import wait_until
+from tests.node.driver_harness import DriverHarness, call, run
+from tests.waiting import eventually, wait_until_inside
 
 PEER = CallerPeer(b"p")
 
@@ -84,7 +86,7 @@ def test_the_node_survives_any_step_that_raises(broken: type, caplog: pytest.Log
 
 def test_one_thread_at_a_time_and_every_event_once() -> None:
     def react(event: Event) -> list[Effect]:
-        time.sleep(0.0001)
+        time.sleep(0.0001)  # time itself: the threads meet
         return [Complete(event.call)] if isinstance(event, LocalCall) else []
 
     async def program() -> None:
@@ -93,7 +95,7 @@ def test_one_thread_at_a_time_and_every_event_once() -> None:
                 harness.driver.feed(call(number))
 
         await asyncio.gather(*[asyncio.to_thread(feed, first) for first in (0, 1000, 2000)])
-        await until(lambda: len(harness.completed) == 600)
+        await eventually(lambda: len(harness.completed) == 600)
         numbers = [entry.call for entry in harness.completed]
         for first in (0, 1000, 2000):
             mine = [number for number in numbers if first <= number < first + 200]
@@ -117,7 +119,7 @@ def test_effects_for_the_loop_are_carried_out_there_in_order() -> None:
                 harness.driver.feed(call(number))
 
         await asyncio.to_thread(feed)
-        await until(lambda: len(harness.transport.sent) == 100)
+        await eventually(lambda: len(harness.transport.sent) == 100)
         assert [message.request for _, message, _ in harness.transport.sent] == list(range(100))
         assert set(harness.transport.threads) == {threading.get_ident()}
         for number in range(0, 100, 10):
@@ -181,7 +183,7 @@ def test_stopping_waits_for_effects_that_another_thread_carries_out() -> None:
     def send(peer: Peer, header: bytes, payload: Sequence[Span]) -> bool:
         sending.set()
         assert may_send.wait(10)
-        time.sleep(0.05)
+        wait_until_inside(threading.main_thread(), "stop")
         log.append("sent")
         return True
 
@@ -240,8 +242,7 @@ def test_a_waiting_thread_pauses_the_loop_and_resumes_it_when_the_call_ends() ->
     waiter = waiter_with(links)
     thread = threading.Thread(target=waiter.wait, args=(awaited, None, Flag()))
     thread.start()
-    while not links.polls:
-        time.sleep(0.001)
+    wait_until(lambda: links.polls, "the thread reads")
     waiter.wait(awaited, None, Flag())  # another thread reads already
     assert links.log == ["pause"]
     awaited.is_done = True
@@ -282,15 +283,13 @@ def test_a_nudge_ends_one_poll() -> None:
     thread = threading.Thread(target=waiter.wait, args=(awaited, None, Flag()))
     thread.start()
     for polls in (1, 2):
-        while links.polls < polls:
-            time.sleep(0.001)
+        wait_until(lambda polls=polls: links.polls >= polls, f"poll {polls} begins")  # type: ignore[misc]
         waiter.nudge()
-    time.sleep(0.05)
-    polled = links.polls
+    wait_until(lambda: links.polls >= 3, "the second poll ends")
     awaited.is_done = True
     waiter.wake()
     thread.join(10)
-    assert polled == 3
+    assert links.polls == 3
     waiter.close()
 
 

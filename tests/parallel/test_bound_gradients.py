@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvd.parallel.models.numpy.layers import Dense, Tanh
 from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from kvd.testing.cluster import LocalCluster
 from tests.parallel.group_harness import Groups, assert_close, assert_same, torch_network, torch_weights, weights_of
+from tests.waiting import wait_until_inside
 
 STEPS, SIZE, WIDTH, HIDDEN = 5, 8, 5, 1200  # the first weight is large enough for shared memory
 GENERATOR = np.random.default_rng(3)
@@ -243,8 +243,7 @@ def test_backward_waits_until_the_gradients_of_the_step_before_are_read(update: 
     sent = [gradient.copy() for (gradient,) in gradients_of(group)]
     waits = threading.Thread(target=bucket.backward)
     waits.start()
-    time.sleep(0.05)
-    assert waits.is_alive()
+    wait_until_inside(waits, "wait")
     for (gradient,), value in zip(gradients_of(group), sent, strict=True):
         np.testing.assert_array_equal(gradient, value)
     kv.gate.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from kvd.parallel import (
 )
 from kvd.parallel.models.numpy.layers import Dense, Dropout, Flatten, Tanh
 from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
+from kvd.testing.cluster import wait_until
 from tests.parallel.group_harness import BATCH, MODEL, PARAMS, X, Y, descs, group_of, summed_gradients
 
 GENERATOR = np.random.default_rng(1)
@@ -233,10 +233,7 @@ def test_threads_end_with_the_group() -> None:
     assert own_threads()
     del group
     gc.collect()
-    deadline = time.monotonic() + 10
-    while own_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not own_threads()
+    wait_until(lambda: not own_threads(), "the threads of the group end")
 
 
 def test_arrays_without_a_batch_axis_go_whole_to_every_device() -> None:

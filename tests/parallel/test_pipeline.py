@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from kvd.parallel.models.numpy.layers import Dense, Tanh
 from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from kvd.testing.cluster import LocalCluster, wait_until
 from tests.parallel.group_harness import Groups, assert_close, assert_same, torch_network, torch_weights, weights_of
+from tests.waiting import wait_until_inside
 
 WORKERS, DEVICES, STEPS, SIZE = 2, 2, 6, 8
 GENERATOR = np.random.default_rng(11)
@@ -212,8 +212,7 @@ def test_the_old_weights_stay_on_the_devices_until_they_are_needed() -> None:
     np.testing.assert_array_equal(group.param_arrays[0][1], PARAMS["dense0_weight"])
     waits = threading.Thread(target=group.forward, args=(batch, False))
     waits.start()
-    time.sleep(0.05)
-    assert waits.is_alive()
+    wait_until_inside(waits, "wait")
     kv.gate.set()
     waits.join(10)
     assert not np.array_equal(group.param_arrays[0][1], PARAMS["dense0_weight"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.core.scheduler.deadlocks import MAX_LINE_CHARS
+from kvd.core.scheduler.barriers.deadlocks import MAX_LINE_CHARS
 from kvd.protocol.codec import MAX_HEADER_BYTES, decode, encode
 from kvd.protocol.messages import (
     BIGGEST,

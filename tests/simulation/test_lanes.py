@@ -17,14 +17,15 @@ from kvd.core.worker.asking import Asker
 from kvd.core.worker.express import Express
 from kvd.core.worker.express_flights import ExpressFlights
 from kvd.core.worker.flights import Flight, Flights, Trip
+from kvd.core.worker.in_flight import Steps
 from kvd.core.worker.keys import KeyGroup
 from kvd.core.worker.lane import Lane
 from kvd.core.worker.list_moves import Whole
 from kvd.core.worker.loads import ListLoad
 from kvd.core.worker.machine import WorkerMachine
-from kvd.core.worker.steps import StepCounter, Steps
-from kvd.testing.campaign import CAMPAIGNS
-from kvd.testing.trace import Trace
+from kvd.core.worker.steps import StepCounter
+from tests.simulator.campaign import CAMPAIGNS
+from tests.simulator.trace import Trace
 
 COMPARED = (
     "rounds, nasty",

@@ -10,8 +10,8 @@ import pytest
 
 from kvd.core.machine import Contribution, Received
 from kvd.core.outbox import Entry, Outbox
+from kvd.core.scheduler.membership.views import Views
 from kvd.core.scheduler.router import SchedulerRouter
-from kvd.core.scheduler.views import Views
 from kvd.core.server import groups as groups_module
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.batches import BatchTable
@@ -20,20 +20,20 @@ from kvd.core.server.progress import WorkerProgress
 from kvd.core.server.push import Pushes
 from kvd.core.server.rounds import PushStatus, Record, SliceLog
 from kvd.core.server.router import ServerRouter
-from kvd.core.worker.calls import CallState
 from kvd.core.worker.clocks import WorkerClocks
+from kvd.core.worker.in_flight import CallState, InFlight
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.push_window import PushWindow
-from kvd.core.worker.transfer import Transfer, TransferProgress
-from kvd.node.optimizer_states import OptimizerStates
+from kvd.core.worker.transfer import Transfer
+from kvd.node.jobs.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
-from kvd.testing.campaign import CAMPAIGNS, Campaign
-from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import NASTY, Faults
-from kvd.testing.settings import ShellSettings
-from kvd.testing.trace import Violation
 from tests.simulation.mutants_harness import SEEDS, caught, check_caught
+from tests.simulator.campaign import CAMPAIGNS, Campaign
+from tests.simulator.mishaps import Mishaps
+from tests.simulator.network import NASTY, Faults
+from tests.simulator.settings import ShellSettings
+from tests.simulator.trace import Violation
 
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
 
@@ -127,10 +127,10 @@ def copies_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """Values that come after a call was answered are written into the program's memory all the same."""
     copy = Transfer._copy_values
 
-    def careless(transfer: Transfer, progress: TransferProgress, *rest: Any) -> None:
-        state, progress.call.state = progress.call.state, CallState.STARTED
-        copy(transfer, progress, *rest)
-        progress.call.state = state
+    def careless(transfer: Transfer, call: InFlight, *rest: Any) -> None:
+        state, call.state = call.state, CallState.STARTED
+        copy(transfer, call, *rest)
+        call.state = state
 
     patch.setattr(Transfer, "_copy_values", careless)
 
@@ -282,10 +282,10 @@ def settled_pushes_wake_nobody(patch: pytest.MonkeyPatch) -> None:
     """A push that is settled does not start the calls that wait behind it."""
     settle = Transfer._settle
 
-    def quietly(transfer: Transfer, progress: TransferProgress) -> None:
+    def quietly(transfer: Transfer, call: InFlight) -> None:
         with pytest.MonkeyPatch.context() as nobody:
             nobody.setattr(transfer, "_wake", lambda key: None)
-            settle(transfer, progress)
+            settle(transfer, call)
 
     patch.setattr(Transfer, "_settle", quietly)
 

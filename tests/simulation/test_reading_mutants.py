@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvd.core.server import captures as captures_module
-from kvd.core.server.readings import Readings
-from kvd.core.server.rounds import SliceLog
-from kvd.core.worker.calls import Call
-from kvd.core.worker.steps import StepCounter, Steps
-from kvd.testing.campaign import CAMPAIGNS, Campaign
+from kvd.core.server.rounds import NoVersion, SliceLog
+from kvd.core.worker.in_flight import InFlight, Steps
+from kvd.core.worker.steps import StepCounter
 from tests.simulation.mutants_harness import caught
+from tests.simulator.campaign import CAMPAIGNS, Campaign
 
 
 def steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
@@ -23,19 +22,26 @@ def steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def readers_get_the_newest(patch: pytest.MonkeyPatch) -> None:
     """A reader is given the version that is there when its question arrives."""
-    patch.setattr(SliceLog, "version_after", lambda log, step: log.version)
+    version_at = SliceLog.version_at
+
+    def newest(log: SliceLog, step: int, over: int) -> int | NoVersion:
+        found = version_at(log, step, over)
+        return found if found is NoVersion.LATER else log.version
+
+    patch.setattr(SliceLog, "version_at", newest)
 
 
 def every_step_is_complete(patch: pytest.MonkeyPatch) -> None:
     """A reader does not wait for what may still be pushed in its step."""
-    patch.setattr(Readings, "_is_known", lambda readings, log, step: True)
+    version_at = SliceLog.version_at
+    patch.setattr(SliceLog, "version_at", lambda log, step, over: version_at(log, step, step))
 
 
 def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
     """A worker says that its steps are over when it begins the next one, whatever of them is under way."""
     begin = StepCounter.begin
 
-    def hasty(counter: StepCounter, call: Call, clocks: Sequence[int]) -> Steps:
+    def hasty(counter: StepCounter, call: InFlight, clocks: Sequence[int]) -> Steps:
         step, _ = begin(counter, call, clocks)
         return Steps(step, step - 1)
 
@@ -44,8 +50,7 @@ def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
 
 def snapshots_are_between_two_keys(patch: pytest.MonkeyPatch) -> None:
     """Each slice is kept as it is when an operator asks for it, whatever step it names."""
-    patch.setattr(captures_module, "is_past", lambda message, log: False)
-    patch.setattr(captures_module, "is_there", lambda message, log, is_over: True)
+    patch.setattr(captures_module, "version_for", lambda message, log, over: log.version)
 
 
 @pytest.mark.parametrize(

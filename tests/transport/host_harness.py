@@ -7,7 +7,6 @@ import secrets
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 from kvd.core.machine import Peer, ServerPeer
 from kvd.core.principals import HOLDER, Principal
-from kvd.transport.curve import Curve, new_keypair
 from kvd.transport.host import HostTransport
+from kvd.transport.zmq.curve import Curve, new_keypair
 from tests.transport.link_harness import spans
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 PEER = [sys.executable, "-m", "tests.transport.host_peer"]
@@ -100,13 +100,6 @@ class Process:
         finally:
             self.process.kill()
             self.process.stdout.close()
-
-
-async def eventually(holds: Callable[[], Any], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -10,14 +10,15 @@ import pytest
 
 from kvd.core.machine import SCHEDULER
 from kvd.core.principals import HOLDER
-from kvd.transport import newcomers as limits
-from kvd.transport.arrivals import Arrivals, refusal_line
-from kvd.transport.connections import listening_at
-from kvd.transport.curve import new_keypair
-from kvd.transport.newcomers import ANYWHERE, THIS_HOST, place_of
+from kvd.transport.limits import connection_rate_limit as limits
+from kvd.transport.limits.callers import Arrivals, refusal_line
+from kvd.transport.limits.connection_rate_limit import ANYWHERE, THIS_HOST, place_of
+from kvd.transport.limits.connections import listening_at
+from kvd.transport.zmq.curve import new_keypair
 from tests.fuzz.flood import flood
 from tests.fuzz.zmtp import Wire, greeting
-from tests.transport.test_curve import Node, curve, nodes, until
+from tests.transport.test_curve import Node, curve, nodes
+from tests.waiting import eventually
 
 LIMIT = 20
 HELLO = greeting(mechanism=b"CURVE") + b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + b"\x09" + bytes(119)
@@ -70,7 +71,7 @@ def test_who_comes_too_often_is_refused_and_who_is_in_goes_on(
             where = server.transport.listen("tcp://127.0.0.1:0")
             client.transport.connect(SCHEDULER, where)
             client.transport.send(SCHEDULER, b"before", [])
-            await until(lambda: len(client.received) == 1)
+            await eventually(lambda: len(client.received) == 1)
             assert not arrivals_of(server).refused
 
             wires: list[Wire] = []
@@ -89,12 +90,12 @@ def test_who_comes_too_often_is_refused_and_who_is_in_goes_on(
             late.transport.connect(SCHEDULER, where)
             late.transport.send(SCHEDULER, b"late", [])
             client.transport.send(SCHEDULER, b"after", [])
-            await until(lambda: len(client.received) == 2)
+            await eventually(lambda: len(client.received) == 2)
             assert not late.received
 
             monkeypatch.setattr(limits, "FORGIVEN_PER_S", 100.0)
-            await until(lambda: not arrivals_of(server).refused)
-            await until(lambda: len(late.received) == 1)
+            await eventually(lambda: not arrivals_of(server).refused)
+            await eventually(lambda: len(late.received) == 1)
             for wire in wires:
                 wire.close()
 
@@ -134,7 +135,7 @@ def test_who_says_something_may_come_as_often_as_it_likes(has_keys: bool, addres
             for number in range(2 * LIMIT):
                 client.transport.connect(SCHEDULER, where)
                 client.transport.send(SCHEDULER, b"%d" % number, [])
-                await until(lambda: len(client.received) == number + 1)  # noqa: B023  it is awaited here
+                await eventually(lambda: len(client.received) == number + 1)  # noqa: B023  it is awaited here
             assert not arrivals_of(server).refused
 
     asyncio.run(main())
@@ -146,7 +147,7 @@ def test_the_port_is_free_after_it_was_closed() -> None:
             where = server.transport.listen("tcp://127.0.0.1:0")
             port = int(where.rpartition(":")[2])
             assert len(listening_at(port)) == 2  # libzmq's, and the filter's
-        await until(lambda: not listening_at(port))
+        await eventually(lambda: not listening_at(port))
         socket.create_server(("127.0.0.1", port)).close()
 
     asyncio.run(main())

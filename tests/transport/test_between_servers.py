@@ -16,10 +16,11 @@ import pytest
 from kvd.core.machine import Peer, PeerKind, ServerPeer, Span
 from kvd.core.principals import KeyRole, Principal
 from kvd.protocol.messages import PathKind
-from kvd.transport.curve import Curve, Keypair, new_keypair
-from kvd.transport.link_listener import TcpLinks
-from tests.transport.host_harness import Node, Process, eventually, run
+from kvd.transport.links.listener import TcpLinks
+from kvd.transport.zmq.curve import Curve, Keypair, new_keypair
+from tests.transport.host_harness import Node, Process, run
 from tests.transport.link_harness import MIB, pattern
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 
@@ -215,7 +216,7 @@ def test_a_server_that_sends_records_at_full_speed_is_not_cut_off(
             assert payload.nbytes == MIB
             self.messages.append((peer, header, None))
             if len(self.messages) in (40, 150):
-                time.sleep(1.0)  # it is busy, and everything that is open waits
+                time.sleep(1.0)  # time itself: it is busy, and everything that is open waits
             self.send(peer, b"answer")
 
     async def main() -> None:
@@ -224,7 +225,7 @@ def test_a_server_that_sends_records_at_full_speed_is_not_cut_off(
         trio.server = Slow(shared_memory=shared_memory, memory_limit_bytes=4 << 30)
         async with trio:
             await trio.tell(b"stream %d %d %d" % (count, MIB, most_open))
-            await eventually(lambda: len(trio.server.messages) == count, 60.0)
+            await eventually(lambda: len(trio.server.messages) == count)
             assert [int(header) for _, header, _ in trio.server.messages] == list(range(count))[::-1]
             assert len({peer for peer, _, _ in trio.server.messages}) == 1
             await asyncio.sleep(0)

@@ -16,11 +16,12 @@ from kvd.core.principals import Principal
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
 from kvd.transport.host import HostTransport
-from kvd.transport.link_listener import TcpLinks
-from kvd.transport.memory import MemoryNetwork, MemoryTransport
-from kvd.transport.zmq import ZmqTransport
-from tests.transport.host_harness import cluster_keys, eventually
+from kvd.transport.links.listener import TcpLinks
+from kvd.transport.zmq.transport import ZmqTransport
+from tests.transport.host_harness import cluster_keys
+from tests.transport.in_process import MemoryNetwork, MemoryTransport
 from tests.transport.link_harness import spans
+from tests.waiting import eventually
 
 SERVER = ServerPeer(secrets.randbits(60))  # its name is an incarnation, so that links to it are possible
 
@@ -80,12 +81,17 @@ class Node:
 
 
 async def greet(client: Node, server: Node) -> Peer:
-    """Sends until the server has received a message. Returns the server's name for the client."""
-    before = len(server.messages)
-    while len(server.messages) == before:
-        client.send(SERVER, b"hello")
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.05)
+    """Send until the server has received a message, and the last one. Return the server's name for the client."""
+    server.messages.clear()
+    sent: list[bytes] = []
+
+    def received() -> bool:
+        sent.append(b"hello %d" % len(sent))
+        client.send(SERVER, sent[-1])
+        return bool(server.messages)
+
+    await eventually(received)
+    await eventually(lambda: server.messages[-1][1] == sent[-1])
     peer = server.messages[-1][0]
     server.messages.clear()
     return peer
@@ -201,7 +207,7 @@ def test_a_connection_comes_back_with_its_listener(kind: Kind) -> None:
     async def program(server: Node, client: Node, peer: Peer) -> None:
         address = server.address
         server.close()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time itself: clients notice, or not
         client.send(SERVER, b"into the void")
         server = Node(kind, address)
         try:
@@ -221,7 +227,7 @@ def test_a_connection_may_be_opened_before_there_is_a_listener(kind: Kind) -> No
         first.close()
         client = Node(kind)
         client.transport.connect(SERVER, address)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time itself: the first attempts fail
         server = Node(kind, address)
         try:
             peer = await greet(client, server)
@@ -280,7 +286,7 @@ def test_nothing_is_delivered_after_close(kind: Kind) -> None:
     async def program(server: Node, client: Node, peer: Peer) -> None:
         client.send(SERVER, b"late")
         server.close()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time itself: nothing comes
         assert server.messages == []
         assert not server.send(peer, b"h")
 

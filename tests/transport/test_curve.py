@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,9 +12,11 @@ import pytest
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import HOLDER, KeyRole, Principal
 from kvd.errors import ConnectError
-from kvd.transport.curve import Admit, Curve, Keypair, is_key, new_keypair, public_key_of
-from kvd.transport.probe import Outcome, try_handshake
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.finding import Outcome
+from kvd.transport.zmq.curve import Admit, Curve, Keypair, is_key, new_keypair, public_key_of
+from kvd.transport.zmq.probe import try_handshake
+from kvd.transport.zmq.transport import ZmqTransport
+from tests.waiting import eventually
 
 DEADLINE_S = 30.0
 ADDRESSES = ["tcp://127.0.0.1:0", "tcp://[::1]:0", "ipc://@kvd-test-curve"]
@@ -55,12 +57,6 @@ async def nodes(*keys: Curve | None) -> AsyncIterator[list[Node]]:
             node.transport.close(0)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  it looks at sockets, too
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_who_holds_the_key_of_the_cluster_comes_in(address: str) -> None:
     shared = new_keypair()
@@ -71,7 +67,7 @@ def test_who_holds_the_key_of_the_cluster_comes_in(address: str) -> None:
             where = server.transport.listen(address)
             client.transport.connect(SCHEDULER, where)
             client.transport.send(SCHEDULER, b"hello", [Span(b"payload", 0, 7)])
-            await until(lambda: len(client.received) == 1)
+            await eventually(lambda: len(client.received) == 1)
             assert server.received == [(b"hello", HOLDER)]
 
     asyncio.run(main())
@@ -89,7 +85,7 @@ def test_a_message_says_whose_key_it_came_with() -> None:
             for node, text in ((first, b"one"), (second, b"other")):
                 node.transport.connect(SCHEDULER, where)
                 node.transport.send(SCHEDULER, text, [])
-            await until(lambda: len(server.received) == 2)
+            await eventually(lambda: len(server.received) == 2)
             assert dict(server.received) == {b"one": allowed[one.public], b"other": allowed[other.public]}
 
     asyncio.run(main())
@@ -103,10 +99,10 @@ def test_a_key_that_is_struck_off_the_list_is_refused_from_then_on() -> None:
         async with nodes(curve(listener, "", allowed.get), curve(one, listener.public)) as (server, client):
             client.transport.connect(SCHEDULER, server.transport.listen("tcp://127.0.0.1:0"))
             client.transport.send(SCHEDULER, b"before", [])
-            await until(lambda: len(server.received) == 1)
+            await eventually(lambda: len(server.received) == 1)
             del allowed[one.public]
             client.transport.send(SCHEDULER, b"after", [])
-            await until(lambda: bool(server.garbage))
+            await eventually(lambda: bool(server.garbage))
             assert [header for header, _ in server.received] == [b"before"]
             assert "not allowed any more" in server.garbage[0]
 
@@ -118,20 +114,26 @@ def test_a_key_that_was_refused_comes_in_once_it_is_allowed() -> None:
     allowed: dict[str, Principal] = {}
 
     async def main() -> None:
-        async with nodes(curve(listener, "", allowed.get), curve(one, listener.public)) as (server, client):
+        asked: list[str] = []
+
+        def look_up(key: str) -> Principal | None:
+            asked.append(key)
+            return allowed.get(key)
+
+        async with nodes(curve(listener, "", look_up), curve(one, listener.public)) as (server, client):
             where = server.transport.listen("tcp://127.0.0.1:0")
             client.transport.connect(SCHEDULER, where)
             keys = curve(one, listener.public)
             found = await asyncio.to_thread(try_handshake, where, keys, "", 10.0)
             assert found.outcome is Outcome.NOT_ADMITTED
-            await asyncio.sleep(0.5)  # so that its own handshake has been refused, too
+            await eventually(lambda: len(asked) > 1, "the node itself is refused, too")
             allowed[one.public] = Principal("one", frozenset({KeyRole.WORKER}))
 
             def said() -> bool:
                 client.transport.send(SCHEDULER, b"hello", [])
                 return bool(client.received)
 
-            await until(said)
+            await eventually(said)
 
     asyncio.run(main())
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.transport import host
-from kvd.transport.loop_pause import LoopPause
-from tests.transport.host_harness import eventually, run, two_nodes
+from kvd.transport.links.loop_pause import LoopPause
+from tests.transport.host_harness import run, two_nodes
+from tests.waiting import eventually
 
 
 class Watched:

@@ -13,7 +13,7 @@ import zmq
 
 from kvd.core.machine import SCHEDULER, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport.probe import Outcome, try_handshake
+from kvd.transport.finding import Outcome
 from kvd.transport.reaching import (
     UnknownNameError,
     connect_to_any,
@@ -22,10 +22,12 @@ from kvd.transport.reaching import (
     with_zone,
     zone_of,
 )
+from kvd.transport.zmq.probe import try_handshake
 from tests.transport.host_harness import run
 from tests.transport.names_harness import Names
 from tests.transport.tcp_harness import tcp_node
-from tests.transport.test_curve import nodes, until
+from tests.transport.test_curve import nodes
+from tests.waiting import eventually
 
 NAME = "host.example"
 
@@ -49,12 +51,12 @@ def test_a_message_reaches_a_name_that_becomes_known_and_moves(names: Names) -> 
                 client.transport.send(SCHEDULER, b"hello", [])
                 return bool(at.received)
 
-            await until(lambda: arrives(first))
+            await eventually(lambda: arrives(first))
             assert first.received[0][0] == b"hello"
             second.transport.listen(f"tcp://127.0.0.2:{port}")
             names.known[NAME] = ["127.0.0.2"]
             first.transport.close(0)
-            await until(lambda: arrives(second))
+            await eventually(lambda: arrives(second))
 
     asyncio.run(main())
 
@@ -70,7 +72,7 @@ def test_all_addresses_of_a_name_are_listened_at() -> None:
             for client, number in zip(clients, numbers, strict=True):
                 client.transport.connect(SCHEDULER, number)
                 client.transport.send(SCHEDULER, number.encode(), [])
-            await until(lambda: len(server.received) == 2)
+            await eventually(lambda: len(server.received) == 2)
             assert {header.decode() for header, _ in server.received} == set(numbers)
 
     asyncio.run(main())
@@ -133,7 +135,7 @@ def test_a_name_is_looked_up_again_if_no_thread_starts_or_libzmq_refuses_the_num
                 client.transport.send(SCHEDULER, b"hello", [])
                 return bool(server.received)
 
-            await until(arrives)
+            await eventually(arrives)
 
     asyncio.run(main())
     assert failures == {"thread": 0, "connect": 0}

@@ -14,8 +14,9 @@ import pytest
 from kvd.core.machine import Peer
 from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
-from tests.transport.host_harness import Node, Process, connected, eventually, run, two_nodes, with_process
+from tests.transport.host_harness import Node, Process, connected, run, two_nodes, with_process
 from tests.transport.link_harness import MIB, memory_in_use
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 
@@ -25,12 +26,11 @@ def test_payloads_are_released_without_traffic() -> None:
         async with two_nodes() as (client, server, incarnation):
             assert client.send(incarnation, b"h", bytes(100_000))
             await eventually(lambda: server.messages)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # time itself: payloads are released after 0.1 s
             assert client.leases() == 1
             server.messages.clear()
             await eventually(lambda: not client.leases())
-            await asyncio.sleep(0.25)
-            assert not server.transport.reader.watches_payloads
+            await eventually(lambda: not server.transport.reader.watches_payloads)
 
     run(main)
 
@@ -58,7 +58,7 @@ def test_a_killed_receiver_releases_its_payloads() -> None:
         place = node.transport.arena.locate(block)
         assert await node.answer(peer, b"keep", block) == (b"kept", None)
         del block
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # time itself: payloads are released after 0.1 s
         assert node.leases() == 1
         process.kill()
         await eventually(lambda: node.transport.paths()[peer][0] == PathKind.ZMQ)

@@ -11,7 +11,8 @@ import pytest
 
 from kvd.core.machine import Peer
 from kvd.core.principals import Principal
-from tests.transport.host_harness import eventually, run, two_nodes
+from tests.transport.host_harness import run, two_nodes
+from tests.waiting import begun, eventually
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind", "quick_releases")
 
@@ -33,9 +34,8 @@ def test_a_waiting_thread_reads_for_itself_and_the_loop_goes_on() -> None:
                     client.transport.reader.pause.end()
                 return threading.get_ident()
 
-            asking = asyncio.create_task(asyncio.to_thread(ask))
+            asking = await begun("wait", ask)
             await eventually(lambda: server.messages)
-            await asyncio.sleep(0.1)
             assert server.send(server.messages[0][0], b"answer")
             asker = await asking
             assert client.threads == {asker}
@@ -58,11 +58,11 @@ def test_messages_that_arrive_while_the_loop_is_paused_are_read_afterwards() -> 
                 client.transport.reader.pause.begin()
                 assert server.send(peer, b"%d" % number)
                 if number % 50 == 0:
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.02)  # time itself: nothing is read
                     assert len(client.messages) == number
                 client.transport.reader.pause.end()
                 if number % 50 == 0:
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.02)  # time itself: nothing is read
                     assert len(client.messages) == number
                 client.transport.reader.pause.end()
                 await eventually(lambda number=number: len(client.messages) == number + 1)  # type: ignore[misc]
@@ -93,7 +93,7 @@ def test_the_loop_finishes_a_flood_where_a_waiting_thread_left_it() -> None:
 def test_waiting_ends_by_timeout_by_descriptor_and_by_closing() -> None:
     async def main() -> None:
         async with two_nodes() as (client, _, _):
-            await asyncio.sleep(0.05)  # the hello of the other side is read
+            await asyncio.sleep(0.05)  # time itself: the hello of the other side is read
             wake = os.eventfd(0)
             start = time.monotonic()
             assert not await asyncio.to_thread(client.transport.reader.wait, 0.05, wake)
@@ -101,8 +101,7 @@ def test_waiting_ends_by_timeout_by_descriptor_and_by_closing() -> None:
             os.eventfd_write(wake, 1)
             assert not await asyncio.to_thread(client.transport.reader.wait, 20.0, wake)
             assert os.eventfd_read(wake) == 1
-            waiting = asyncio.create_task(asyncio.to_thread(client.transport.reader.wait, 20.0, wake))
-            await asyncio.sleep(0.1)
+            waiting = await begun("wait", client.transport.reader.wait, 20.0, wake)
             client.transport.close(0)
             assert not await waiting
             assert not client.transport.reader.wait(20.0, wake)

@@ -9,7 +9,8 @@ import sys
 
 from kvd.core.machine import SCHEDULER
 from tests.fuzz.zmtp import Wire, dealer, message
-from tests.transport.test_curve import nodes, until
+from tests.transport.test_curve import nodes
+from tests.waiting import eventually
 
 ROUTER = """
 import zmq
@@ -29,7 +30,7 @@ def first_id() -> bytes:
         async with nodes(None, None) as (server, client):
             client.transport.connect(SCHEDULER, server.transport.listen("tcp://127.0.0.1:0"))
             client.transport.send(SCHEDULER, b"hello", [])
-            await until(lambda: bool(server.callers))
+            await eventually(lambda: bool(server.callers))
             (caller,) = server.callers
             assert isinstance(caller, bytes)
             return caller

@@ -11,10 +11,11 @@ import pytest
 
 from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport import link_listener
-from kvd.transport.link_seeker import LinkSeeker
-from tests.transport.host_harness import Node, eventually, run
+from kvd.transport.links import listener
+from kvd.transport.links.connector import LinkConnector
+from tests.transport.host_harness import Node, run
 from tests.transport.tcp_harness import tcp_node, with_pair
+from tests.waiting import eventually
 
 CLAIM_BYTES = 80  # what a client says to prove itself
 
@@ -35,6 +36,7 @@ class Relay:
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0
         self.seen = b""
+        self.passed = {"up": 0, "down": 0}
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -45,12 +47,11 @@ class Relay:
         await asyncio.gather(self._pump("up", reader, up_writer), self._pump("down", up_reader, writer))
 
     async def _pump(self, direction: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        passed = 0
         with suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 self.seen += data
-                writer.write(self._change(direction, data, passed))
-                passed += len(data)
+                writer.write(self._change(direction, data, self.passed[direction]))
+                self.passed[direction] += len(data)
                 await writer.drain()
         writer.close()
 
@@ -73,10 +74,10 @@ async def relayed(
         assert server.transport.link_address is not None
         relay = Relay(server.transport.link_address[1], change)
         await relay.start()
-        connect = LinkSeeker._connect
+        connect = LinkConnector._connect
         port = relay.port
         monkeypatch.setattr(
-            LinkSeeker,
+            LinkConnector,
             "_connect",
             lambda self, search, offer, family, where: connect(self, search, offer, family, ("127.0.0.1", port)),
         )
@@ -86,7 +87,6 @@ async def relayed(
     finally:
         client.close()
         server.close()
-        await asyncio.sleep(0.05)
         if relay is not None:
             await relay.close()
 
@@ -113,8 +113,8 @@ def flip_later(direction: str, data: bytes, passed: int) -> bytes:
 
 def test_a_changed_bit_ends_the_link_and_zmq_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with relayed(monkeypatch, flip_later) as (client, server, incarnation, _):
-            await asyncio.sleep(0.1)
+        async with relayed(monkeypatch, flip_later) as (client, server, incarnation, relay):
+            await eventually(lambda: relay.passed["up"] >= CLAIM_BYTES, "the proof has passed")
             assert client.send(incarnation, b"changed on the way", bytes(50_000))
             await eventually(lambda: client.transport.paths()[incarnation].kind == PathKind.ZMQ)
             assert server.messages == []
@@ -143,7 +143,7 @@ def test_a_changed_handshake_leads_to_zmq(monkeypatch: pytest.MonkeyPatch, at: i
 
 
 def test_strangers_at_the_port_are_cut_off_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_listener, "PROVE_WITHIN_S", 0.5)
+    monkeypatch.setattr(listener, "PROVE_WITHIN_S", 0.5)
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         address = server.transport.link_address

@@ -17,8 +17,9 @@ from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import Principal
 from kvd.errors import ConnectError
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
-from kvd.transport.socket_options import FRAME_OVERHEAD_BYTES, MAX_FRAME_BYTES
-from kvd.transport.zmq import COPY_BELOW_BYTES, ZmqTransport
+from kvd.transport.zmq.socket_options import FRAME_OVERHEAD_BYTES, MAX_FRAME_BYTES
+from kvd.transport.zmq.transport import COPY_BELOW_BYTES, ZmqTransport
+from tests.waiting import eventually
 
 
 class Listener:
@@ -43,11 +44,7 @@ class Listener:
             raise RuntimeError("the callback failed")
 
     async def until(self, count: int) -> None:
-        for _ in range(2000):
-            if len(self.messages) >= count:
-                return
-            await asyncio.sleep(0.002)
-        raise AssertionError(f"{len(self.messages)} of {count} messages came")
+        await eventually(lambda: len(self.messages) >= count, f"{count} messages came")
 
     def close(self) -> None:
         self.dealer.close()
@@ -70,9 +67,9 @@ def test_a_failed_send_does_not_swallow_the_edge_of_a_message() -> None:
     async def program(listener: Listener) -> None:
         listener.dealer.send(b"first")
         await listener.until(1)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # time itself: the loop sleeps
         listener.dealer.send(b"second")
-        time.sleep(0.1)  # noqa: ASYNC251  it arrives while the loop is busy
+        time.sleep(0.1)  # noqa: ASYNC251  time itself: it arrives while the loop is busy
         assert not listener.transport.send(CallerPeer(b"nobody"), b"h", [])
         await listener.until(2)
 
@@ -243,10 +240,7 @@ def test_connections_opened_before_the_start_are_read_too() -> None:
         client.connect(SCHEDULER, address)
         client.start(lambda peer, header, body, _: got.append(header), lambda *_: None)
         client.send(SCHEDULER, b"h", [])
-        for _ in range(500):
-            if got:
-                break
-            await asyncio.sleep(0.01)
+        await eventually(lambda: got)
         client.close(0)
         server.close(0)
         assert got == [b"answer"]

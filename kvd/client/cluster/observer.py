@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -29,13 +30,18 @@ from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KeyNotFound, KvdError, NotAllowed, RequestTimeout
+from kvd.node.daemon.facts import wall_clock_s
+from kvd.node.keys.keyring import Keyring
 from kvd.protocol.messages import NO_RUN, Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
 from kvd.protocol.specs import ANY_ROW, DTYPES, KeySpec, gradients_text
+from kvd.transport.finding import Finding
+from kvd.transport.zmq.probe import try_handshake
 
 SAME_VERSION_TRIES = 4
 VIEW_PAUSE_S = 0.005
 ANNOUNCEMENT_S = 5.0  # how long a server that has joined is waited for in the view
 NOT_ANNOUNCED = "it has joined, but the scheduler has not announced it yet"
+MOST_HANDSHAKES = 32  # at a time
 NEWS_S = 1.0  # how long a scheduler that may be down is waited for
 ASYNCHRONOUS = "this cluster trains asynchronously, so its keys have no common versions"
 
@@ -110,20 +116,29 @@ class Observer:
     def close(self) -> None:
         self._engine.stop()
 
-    def status(self) -> dict[str, Any]:
+    def status(self, servers_within_s: float | None = None) -> dict[str, Any]:
         """The scheduler's status of the cluster; under "servers", the status of each server that is alive.
 
-        All servers are asked at once. One that does not answer within `request_timeout_s`, counted from the start of
-        this call, has an entry with "error" in place of its figures.
+        All servers are asked at once. One that does not answer in time has an entry with "error" instead of figures.
+
+        Each report has a "clock": `ahead_s`, by which the node's time of day is ahead of that of this host, and
+        `error_s`, by which that may be wrong.
+
+        Args:
+            servers_within_s: seconds that servers have to answer; None: `request_timeout_s`, counted from the start.
         """
         deadline = Deadline(self._config.request_timeout_s)
-        status = self._scheduler_status(deadline)
+        asked_at = wall_clock_s()
+        status = with_clock(self._scheduler_status(deadline), asked_at)
+        if servers_within_s is not None:
+            deadline = Deadline(min(servers_within_s, deadline.left_s()))
         ranks = sorted(
             member["rank"]
             for member in status["members"]
             if member["role"] == "server" and member["state"] == MemberState.ACTIVE
         )
         unknown = self._engine.run(self._unknown(ranks, deadline)).result()
+        asked_at = wall_clock_s()
         asked = {
             rank: self._engine.submit(requests.Control((StatusQuery(0),), (rank,)), deadline.left_s())
             for rank in ranks
@@ -133,10 +148,22 @@ class Observer:
         for rank, promise in asked.items():
             try:
                 (answer,) = promise.result()
-                status["servers"].append(json.loads(answer_bytes(answer)))
+                status["servers"].append(with_clock(json.loads(answer_bytes(answer)), asked_at))
             except KvdError as error:
                 status["servers"].append({"role": "server", "rank": rank, "error": str(error)})
         return status
+
+    def handshakes_with(self, ranks: Collection[int]) -> dict[int, Finding]:
+        """Try a handshake with each of these servers, all at once, and return what that showed, by rank.
+
+        Blocks for up to four seconds, and for the name server.
+        """
+        view = self._engine.machine.view
+        places = {server.rank: (server.address, server.key) for server in view.servers() if server.rank in ranks}
+        curve = Keyring(self._config, "observer").curve
+        with ThreadPoolExecutor(MOST_HANDSHAKES, "kvd-handshakes") as pool:
+            tried = {rank: pool.submit(try_handshake, address, curve, key) for rank, (address, key) in places.items()}
+        return {rank: future.result() for rank, future in tried.items()}
 
     async def _unknown(self, ranks: Sequence[int], deadline: Deadline) -> set[int]:
         """Those of these servers that no view has shown: the scheduler announces a server when its state is saved."""
@@ -383,6 +410,20 @@ class Observer:
 
     def _ask(self, request: requests.Request) -> Any:
         return self._engine.submit(request).result()
+
+
+def with_clock(report: dict[str, Any], asked_at: float) -> dict[str, Any]:
+    """Add to a report how far the clock of its node is ahead of that of this host.
+
+    Args:
+        report: has come by now.
+        asked_at: when it was asked for, by the clock of this host.
+    """
+    if "time" in report:
+        now = wall_clock_s()
+        ahead_s, error_s = report["time"] - (asked_at + now) / 2, (now - asked_at) / 2
+        report["clock"] = {"ahead_s": round(ahead_s, 3), "error_s": round(error_s, 3)}
+    return report
 
 
 def _is_mixed(versions: requests.Versions) -> bool:

@@ -1,9 +1,9 @@
 """An operator restores a snapshot before the workers come: a new run of the job begins with its keys, and waits.
 
 The operator comes as worker 0, makes the keys, leaves a note with the scheduler, and gives its place back as if it had
-never come. The scheduler lets the next program of the job into that run (`kvd.core.scheduler.runs`). There, worker 0
-finds the note when the program calls `kv.restore`, and all workers go on after the step of the snapshot. A run without
-the note is not prepared: if the operator dies before that, nobody gets what it has made.
+never come. The scheduler lets the next program of the job into that run (`kvd.core.scheduler.runs.table`). There,
+worker 0 finds the note when the program calls `kv.restore`, and all workers go on after the step of the snapshot. A run
+without the note is not prepared: if the operator dies before that, nobody gets what it has made.
 """
 
 from __future__ import annotations

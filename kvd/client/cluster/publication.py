@@ -8,7 +8,6 @@ before.
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 
 from kvd.client.calls.deadline import Deadline
@@ -17,6 +16,7 @@ from kvd.client.calls.snapshot_outcome import Outcome
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.errors import KvdError, RequestTimeout, SnapshotError
+from kvd.node.daemon.facts import wall_clock_s
 from kvd.protocol.messages import LAST_SNAPSHOT, MemberState
 
 NAME = "kvd:snapshot written"
@@ -27,11 +27,13 @@ class Publication:
     """The latest snapshot that is being written; its promise ends when it has its name.
 
     Args:
+        every: steps from one scheduled snapshot to the next; 0: there is no schedule.
         is_writer: whether this is worker 0.
     """
 
-    def __init__(self, engine: Engine, *, is_writer: bool) -> None:
+    def __init__(self, engine: Engine, every: int, *, is_writer: bool) -> None:
         self._engine = engine
+        self._every = every
         self._is_writer = is_writer
         self._latest: Promise | None = None
 
@@ -54,7 +56,7 @@ class Publication:
     async def record(self, steps: int) -> None:
         """Leave a note that the snapshot after so many steps is written, for `kvd status`."""
         with suppress(KvdError):  # the snapshot is complete, whether or not the scheduler takes the note
-            await self._engine.call(requests.Tell(LAST_SNAPSHOT, f"{steps} {time.time():.0f}"))
+            await self._engine.call(requests.Tell(LAST_SNAPSHOT, f"{steps} {wall_clock_s():.0f} {self._every}"))
 
     async def _announced(self, writing: Promise, token: str, steps: int) -> None:
         failure: BaseException | None = None

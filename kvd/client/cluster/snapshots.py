@@ -91,7 +91,7 @@ class ClusterSnapshots:
         self._healing = healing
         self._schedule = SnapshotSchedule(engine.config, facts.job, lambda: self._lineage)
         steps.take_snapshots(self._schedule, self._scheduled)
-        self._publication = Publication(engine, is_writer=facts.rank == 0)
+        self._publication = Publication(engine, engine.config.snapshot_every, is_writer=facts.rank == 0)
         self._read_by_token: dict[str, _Read] = {}  # what this worker has read, until it is being written
         self._writing: SnapshotWriting | None = None  # the latest
         self._lost = LostValues(engine.machine.view)

@@ -4,32 +4,33 @@
 
 This file is the dispatch table, and turns what its parts find into effects. `roster` has the seats and the states of
 their holders, `agreement` the cluster's settings, `liveness` judges by silence, `deaths` declares the dead,
-`taking_part` says who is in the rounds, `barriers` has the barriers, `points` those at which the rounds go on without
-who waits, `views` publishes each change once it is saved, and `record` is what a successor starts from.
+`participation` has the workers that are in the rounds, `barriers` the barriers, `points` those at which the rounds
+continue without the workers that wait, `views` publishes each change once it is saved, and `record` is what a successor
+starts from.
 
 The way of a death:
 
-1. The shell sees a process end and feeds PeerLost. `deaths.py:Deaths.process_ended` declares a server dead at once (go
-   to 3); for a worker, `liveness.py:Liveness.process_ended` notes the reason, and its supervisor has the rest of the
-   timeout to start it again.
-2. Silence: `deaths.py:Deaths.judge` asks `liveness.py:Liveness.overdue` after each event who has been silent for a
-   whole timeout. A server that alone has values, of which there should be two copies, is waited for.
-3. `deaths.py:Deaths._declare_dead` changes the state by `roster.py:Roster.transition`.
+1. The shell sees a process end and feeds PeerLost. `membership/deaths.py:Deaths.process_ended` declares a server dead
+   at once (go to 3); for a worker, `membership/liveness.py:Liveness.process_ended` notes the reason, and its supervisor
+   has the rest of the timeout to start it again.
+2. Silence: `membership/deaths.py:Deaths.judge` asks `membership/liveness.py:Liveness.overdue` after each event who has
+   been silent for a whole timeout. A server that alone has values, of which there should be two copies, is waited for.
+3. `membership/deaths.py:Deaths._declare_dead` changes the state by `membership/roster.py:Roster.transition`.
 4. `machine.py:SchedulerMachine._publish` breaks the barriers that the dead worker is missing from, in
-   `barriers.py:Barriers.settle`, and lets others lead what a dead server led, in `partitions.py:Partitions.follow`;
-   `views.py:Views.change` takes the new view and withholds their answers. An Unsaved goes
-   out, and `router.py:SchedulerRouter._flush` makes one Persist of those of all runs.
-5. On Persisted, `views.py:Views.saved` sends the view to all members, then the answers.
+   `barriers/barriers.py:Barriers.settle`, and lets others lead what a dead server led, in
+   `placement/partitions.py:Partitions.follow`; `membership/views.py:Views.change` takes the new view and withholds
+   their answers. An Unsaved goes out, and `router.py:SchedulerRouter._flush` makes one Persist of those of all runs.
+5. On Persisted, `membership/views.py:Views.saved` sends the view to all members, then the answers.
 
 The way of a join:
 
-1. `machine.py:SchedulerMachine._join` refuses it if `agreement.py:Agreement.objection` says why.
-2. `seating.py:Seating.seat` asks `roster.py:Roster.rank_for` for a rank, and `roster.py:Roster.take_seat` seats the new
-   incarnation.
+1. `machine.py:SchedulerMachine._join` refuses it if `membership/agreement.py:Agreement.objection` says why.
+2. `membership/rank_assignment.py:RankAssignment.seat` asks `membership/roster.py:Roster.rank_for` for a rank, and
+   `membership/roster.py:Roster.take_seat` seats the new incarnation.
 3. `machine.py:SchedulerMachine._welcome_newcomer` stops the process that it replaces, and withdraws that one from the
-   barriers in `barriers.py:Barriers.withdraw`.
-4. `machine.py:SchedulerMachine._publish`, as above; `views.py:Views.when_saved` withholds the Welcome until the view
-   is saved.
+   barriers in `barriers/barriers.py:Barriers.withdraw`.
+4. `machine.py:SchedulerMachine._publish`, as above; `membership/views.py:Views.when_saved` withholds the Welcome until
+   the view is saved.
 """
 
 from __future__ import annotations
@@ -41,24 +42,21 @@ from typing import Any
 from kvd.core.machine import Effect, Event, LogEntry, Peer, PeerLost, Persisted, Received, Send, Unsaved
 from kvd.core.membership import in_words, name_of
 from kvd.core.placement import initial_shards
-from kvd.core.scheduler.agreement import Agreement, SchedulerSettings
-from kvd.core.scheduler.barriers import Barriers, Settled
-from kvd.core.scheduler.deaths import Deaths
-from kvd.core.scheduler.gatherings import Gatherings
-from kvd.core.scheduler.lateness import Lateness
-from kvd.core.scheduler.leadership import Leadership
-from kvd.core.scheduler.liveness import Liveness
-from kvd.core.scheduler.meetings import Meeting, Meetings
-from kvd.core.scheduler.partitions import Partitions, servers_of
-from kvd.core.scheduler.phase import IN_WORDS, RunLife
-from kvd.core.scheduler.record import Record
-from kvd.core.scheduler.record_check import RecordCheck
-from kvd.core.scheduler.report import run_report
-from kvd.core.scheduler.roster import AS_FOUND, MemberEvent, Roster, Seat
-from kvd.core.scheduler.seating import Seating
-from kvd.core.scheduler.taking_part import Outcome, TakingPart
-from kvd.core.scheduler.views import Listener, Views
-from kvd.core.scheduler.waits import WaitReports
+from kvd.core.scheduler.barriers.barriers import Barriers, Settled
+from kvd.core.scheduler.barriers.deadlocks import WaitReports
+from kvd.core.scheduler.barriers.rendezvous import Meeting, Rendezvous
+from kvd.core.scheduler.membership.agreement import Agreement, SchedulerSettings
+from kvd.core.scheduler.membership.deaths import Deaths
+from kvd.core.scheduler.membership.liveness import Liveness
+from kvd.core.scheduler.membership.participation import Outcome, Participation, Stragglers
+from kvd.core.scheduler.membership.rank_assignment import RankAssignment
+from kvd.core.scheduler.membership.roster import AS_FOUND, MemberEvent, Roster, Seat
+from kvd.core.scheduler.membership.views import Listener, Views
+from kvd.core.scheduler.placement.leadership import Leadership
+from kvd.core.scheduler.placement.partitions import Partitions, servers_of
+from kvd.core.scheduler.runs.phase import IN_WORDS, RunLife
+from kvd.core.scheduler.runs.record import Record, RecordCheck
+from kvd.core.scheduler.status import run_report
 from kvd.protocol.messages import (
     EXIT_BARRIER,
     NO_RANK,
@@ -150,22 +148,26 @@ class SchedulerMachine:
             self._roster.forget()
         self._liveness = Liveness(
             self._roster,
+            self._partitions,
             settings.heartbeat_interval_s,
             settings.server_timeout_s,
             settings.worker_timeout_s,
             now,
-            lambda seat: self._partitions.is_alone(seat.member.incarnation),
         )
-        seating = Seating(self._agreement, self._roster, self._liveness)
+        ranks = RankAssignment(self._agreement, self._roster, self._liveness)
         self._runs: tuple[RunEntry, ...] = ()
-        breaking: Callable[[], list[int]] = self._liveness.breaking_ranks if settings.break_on_loss else list
-        self._gatherings = Gatherings(self._roster, earlier.barriers, earlier.points, breaking)
-        self._taking_part = TakingPart(
-            self._roster, self._agreement, self._gatherings, Lateness(self._roster, cluster), self._log
+        self._rendezvous = Rendezvous(
+            self._roster,
+            self._liveness,
+            earlier.barriers,
+            earlier.points,
+            breaks_on_loss=settings.break_on_loss,
         )
-        self._meetings = Meetings(self._roster, earlier.barriers, breaking)
+        self._participation = Participation(
+            self._roster, self._agreement, self._rendezvous, Stragglers(self._roster, cluster), self._log
+        )
         self._deaths = Deaths(self._roster, self._liveness, self._log, self._publish)
-        waits = WaitReports(self._roster, self._liveness, self._gatherings, incarnation)
+        waits = WaitReports(self._roster, self._liveness, self._rendezvous, incarnation)
         self._views = Views(generation, 0 if saved is None else 1, self._view())
         self._check = RecordCheck(
             Epoch(earlier.generation, earlier.epoch),
@@ -180,7 +182,7 @@ class SchedulerMachine:
         self._was_refuted = False
         self._out: list[Effect] = []
         self._handlers: dict[type, Callable[[Received, Any, float], None]] = {
-            Join: partial(self._join, seating),
+            Join: partial(self._join, ranks),
             Heartbeat: self._heartbeat,
             Leave: self._leave,
             TakePart: self._take_part,
@@ -242,8 +244,8 @@ class SchedulerMachine:
         """Follow what has become due."""
         self._deaths.judge(now)
         if self._liveness.stops_awaiting(now):
-            settled = self._meetings.settle()
-            if settled or self._gatherings.has_points_to_settle():
+            settled = self._rendezvous.settle_barriers()
+            if settled or self._rendezvous.has_points_to_settle():
                 self._publish(settled)
         self._take_over(now)
         if self._life.expire(self._roster, now):
@@ -323,7 +325,7 @@ class SchedulerMachine:
     @property
     def is_prepared(self) -> bool:
         """Whether an operator has restored keys here, and nobody has a place yet."""
-        return not self._roster.worker_states() and bool(self._gatherings.barriers.said(PREPARED, 0).text)
+        return not self._roster.worker_states() and bool(self._rendezvous.barriers.said(PREPARED, 0).text)
 
     def seems_lost(self) -> bool:
         """Whether no worker is known to be well: each has left, is dead, or its process has ended."""
@@ -335,7 +337,8 @@ class SchedulerMachine:
         return {
             "role": "scheduler",
             **own,
-            **run_report(self._roster, self._liveness, self._gatherings, self._partitions, now),
+            "deaths": dict(self._deaths.declared),
+            **run_report(self._roster, self._liveness, self._rendezvous, self._partitions, now),
         }
 
     def watched(self) -> list[tuple[int, str, int]]:
@@ -350,10 +353,10 @@ class SchedulerMachine:
             self._agreement.settings,
             list(self._roster.seats()),
             self._roster.replaced(),
-            self._gatherings.barriers,
+            self._rendezvous.barriers,
             self._life.phase,
             self._partitions.saved(),
-            self._gatherings.points,
+            self._rendezvous.points,
         ).to_plain()
 
     @staticmethod
@@ -375,7 +378,7 @@ class SchedulerMachine:
             text = f"the scheduler takes no {type(message).__name__}: send it to a server"
             self._refuse(event.peer, getattr(message, "request", 0), ErrorCode.PROTOCOL_ERROR, text)
 
-    def _join(self, seating: Seating, event: Received, join: Join, now: float) -> None:
+    def _join(self, ranks: RankAssignment, event: Received, join: Join, now: float) -> None:
         if self._lost_its_place(event, join.request):
             return
         objection = self._agreement.objection(join) or self._views.objection(join, event.epoch)
@@ -396,7 +399,7 @@ class SchedulerMachine:
             self._out.append(Send(event.peer, Welcome(join.request, NO_RANK, None)))
             self._out += self._views.shown(event.peer, join.role)
             return
-        seated = seating.seat(join, event)
+        seated = ranks.seat(join, event)
         if isinstance(seated, Refused):
             self._out.append(Send(event.peer, seated))
             return
@@ -430,7 +433,7 @@ class SchedulerMachine:
             return False
         self._was_refuted = True
         for rank in range(self._agreement.settings.most_workers):
-            self._gatherings.withdraw(rank)  # who waits asks again once it has joined
+            self._rendezvous.withdraw(rank)  # who waits asks again once it has joined
         self._log("warning", "the record of this scheduler is too old: asking the nodes for what has changed")
         return True
 
@@ -441,14 +444,14 @@ class SchedulerMachine:
             if replaced.peer is not None and replaced.peer != seat.peer:
                 self._refuse(replaced.peer, 0, ErrorCode.REPLACED, _replaced_text(replaced.name))
             if seat.member.role == "worker":
-                self._gatherings.withdraw(seat.member.rank)
-        if self._taking_part.returns_at_once(seat) and seat.predecessor is MemberState.LOST:
+                self._rendezvous.withdraw(seat.member.rank)
+        if self._participation.returns_at_once(seat) and seat.predecessor is MemberState.LOST:
             seat.predecessor = MemberState.DEAD
         self._log("info", f"{seat.name} joined", node_id=seat.member.node_id, predecessor=seat.told_predecessor or "")
         self._publish()
 
     def _heartbeat(self, event: Received, heartbeat: Heartbeat, now: float) -> None:
-        self._gatherings.look(now)
+        self._rendezvous.look(now)
         seat = self._sender_seat(event, 0, now)
         if seat is not None:
             self._acknowledge(event.peer, seat, now)
@@ -478,7 +481,7 @@ class SchedulerMachine:
             changed = self._roster.transition(seat, MemberEvent.LEFT_ROUNDS)
         if changed:
             if seat.member.role == "worker":
-                self._gatherings.points.withdraw(seat.member.rank)
+                self._rendezvous.points.withdraw(seat.member.rank)
             self._log("info", f"{seat.name} {in_words(seat.member.state)}")
             self._publish()
         self._out += self._views.when_saved(Send(event.peer, Done(leave.request)))
@@ -487,18 +490,18 @@ class SchedulerMachine:
         seat = self._sender_seat(event, message.request, now)
         if seat is not None:  # who asks again lacks the view that says so, which may be announced later
             self._out += self._views.catch_up(Listener(event.peer, seat.member.role, event.sender), event.epoch)
-            self._follow(event.peer, self._taking_part.take_part(seat, message))
+            self._follow(event.peer, self._participation.take_part(seat, message))
 
     def _late(self, event: Received, message: Late, now: float) -> None:
         seat = self._sender_seat(event, message.request, now)
         if seat is not None:
-            outcome = self._taking_part.late(seat, message, event.epoch, self._views.newest_epoch, now)
+            outcome = self._participation.late(seat, message, event.epoch, self._views.newest_epoch, now)
             self._follow(event.peer, outcome)
 
     def _stand_by(self, event: Received, message: StandBy, now: float) -> None:
         seat = self._sender_seat(event, message.request, now)
         if seat is not None:
-            self._follow(event.peer, self._taking_part.stand_by(seat, event, message))
+            self._follow(event.peer, self._participation.stand_by(seat, event, message))
 
     def _follow(self, peer: Peer, outcome: Outcome) -> None:
         if outcome.has_changed:
@@ -532,8 +535,8 @@ class SchedulerMachine:
         seat = self._sender_seat(event, message.request, now)
         if seat is None:
             return
-        answer, is_new = self._meetings.take(seat, event.peer, message)
-        settled = self._meetings.settle_after(message)
+        answer, is_new = self._rendezvous.meet(seat, event.peer, message)
+        settled = self._rendezvous.settle_after(message)
         if settled or is_new:
             self._publish(settled)
         if answer is not None:
@@ -590,7 +593,7 @@ class SchedulerMachine:
         is_back = self._roster.heard(seat, event.peer)
         if is_back:
             self._log("warning", f"{seat.name} is back")
-            self._taking_part.is_back(seat)
+            self._participation.is_back(seat)
         if is_back or is_awaited:
             self._publish()
 
@@ -598,9 +601,9 @@ class SchedulerMachine:
 
     def _publish(self, settled: list[Settled] | None = None) -> None:
         """The view changed, or barriers were settled: saves it now, and announces it when it is saved."""
-        answers = self._taking_part.settle_points()
+        answers = self._participation.settle_points()
         if settled is None:
-            settled = self._meetings.settle()
+            settled = self._rendezvous.settle_barriers()
         for line in self._partitions.follow(servers_of(self._roster), self._views.next_epoch):
             self._log("info", line)
         exit_passed = any(barrier.name == EXIT_BARRIER and not barrier.verdict.missing for barrier in settled)
@@ -632,8 +635,7 @@ class SchedulerMachine:
         """Raises AssertionError if an invariant of the state is broken. For simulators and tests."""
         self._views.validate()
         self._roster.validate()
-        self._meetings.validate()
-        self._gatherings.validate()
+        self._rendezvous.validate()
         self._partitions.validate(servers_of(self._roster))
 
     # ── words ──

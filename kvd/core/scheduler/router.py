@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvd.core.access import Doorkeeper
 from kvd.core.machine import (
     Effect,
     Event,
@@ -34,13 +35,12 @@ from kvd.core.machine import (
     Stop,
     Unsaved,
 )
+from kvd.core.principals import HOLDER, KeyRole
 from kvd.core.pseudonyms import pseudonym
-from kvd.core.scheduler.agreement import malformation, size_problem
-from kvd.core.scheduler.door import Door
 from kvd.core.scheduler.machine import SchedulerMachine, SchedulerSettings
-from kvd.core.scheduler.record import check_cluster
-from kvd.core.scheduler.runs import MAX_LIVE, Choice, Runs, RunSlot
-from kvd.core.scheduler.saving import Saving
+from kvd.core.scheduler.membership.agreement import malformation, size_problem
+from kvd.core.scheduler.runs.record import Saving, check_cluster
+from kvd.core.scheduler.runs.table import MAX_LIVE, Choice, Runs, RunSlot
 from kvd.protocol.messages import (
     NO_RUN,
     NO_VIEW,
@@ -59,6 +59,46 @@ from kvd.protocol.messages import (
     StatusQuery,
     StatusReport,
 )
+
+
+class Authorization:
+    """Check of each message before it reaches a machine: its key must allow it, and its incarnation be the sender's.
+
+    Args:
+        cluster: the machine in which the servers have their seats.
+        runs: those with the seats of workers.
+    """
+
+    def __init__(self, cluster: SchedulerMachine, runs: Runs) -> None:
+        self._cluster = cluster
+        self._runs = runs
+        self._doorkeeper = Doorkeeper(KeyRole.SCHEDULER)
+
+    def objection(self, event: Received, slot: RunSlot | None) -> str:
+        """Why the message, which names the run of `slot`, goes no further; "" if it does."""
+        message = event.message
+        if event.principal is not HOLDER:
+            jobs = [None if slot is None else slot.job]
+            if isinstance(message, Join):
+                jobs.append(message.job.partition("@")[0])
+            text = next(filter(None, (self._doorkeeper.objection(event, job) for job in jobs)), "")
+            if text:
+                return text
+        if isinstance(message, Join) and self._is_of_another(event, message):
+            return "another node has this incarnation: start this one again"
+        return ""
+
+    def line(self, event: Received, text: str, now: float) -> list[LogEntry]:
+        """What the log says of a message that goes no further: not every one has a line."""
+        entry = self._doorkeeper.log_entry(event, text, now)
+        return [] if entry is None else [entry]
+
+    def _is_of_another(self, event: Received, join: Join) -> bool:
+        """Whether a node with another role or key has the sender's incarnation in any run: what the shell finds out of
+        the process of an incarnation concerns all runs."""
+        machines = [self._cluster, *(slot.machine for slot in self._runs if slot.machine is not None)]
+        seats = [seat for machine in machines if (seat := machine.roster.seat_of(event.sender)) is not None]
+        return any((seat.member.role, seat.member.principal) != (join.role, event.principal.name) for seat in seats)
 
 
 class SchedulerRouter:
@@ -82,7 +122,7 @@ class SchedulerRouter:
         self._unconfirmed = {slot.run for slot in self._runs if slot.machine is not None}  # only the record has them
         self._out: list[Effect] = []
         self._saving = Saving()
-        self._door = Door(self._machines)
+        self._authorization = Authorization(self._cluster, self._runs)
         self._handlers: dict[type[Any], Callable[[Received, Any, float], None]] = {
             EndRun: self._end_run,
             Shutdown: self._shut_down,
@@ -185,10 +225,10 @@ class SchedulerRouter:
         message = event.message
         handler = self._handlers.get(type(message))
         slot = self._runs.find(event.run)
-        objection = self._door.objection(event, slot)
+        objection = self._authorization.objection(event, slot)
         if objection:
             self._refuse(event, ErrorCode.NOT_ALLOWED, objection)
-            self._out += self._door.line(event, objection, now)
+            self._out += self._authorization.line(event, objection, now)
         elif handler is not None:
             handler(event, message, now)
         elif event.run == NO_RUN:

@@ -10,7 +10,7 @@ from kvd.core.machine import Export, KeepRows, KeptRows, Peer, ReadStored, Span,
 from kvd.core.places import PlaceKind, kind_of, place_of, step_of
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import OptimizerState
-from kvd.core.server.rounds import Record, SliceLog
+from kvd.core.server.rounds import NoVersion, Record, SliceLog
 from kvd.core.server.slice_states import PAGE_NBYTES
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer, to_wire
@@ -129,7 +129,7 @@ class OpenCapture:
         kept = self.kept.get(slice_id)
         return kept is not None and message.when is not CaptureWhen.AS_IT_IS and kept.asked == message.step
 
-    def validate(self) -> None:
+    def validate(self, over: int) -> None:
         """Raises AssertionError unless each wanted slice is before its moment, or about to be captured, and has one
         request that counts it."""
         for request in self.waiting.values():
@@ -137,8 +137,9 @@ class OpenCapture:
             assert len(missing) == request.remaining > 0, "a capture counts its missing slices wrongly"
             for slice_ in missing:
                 assert slice_.slice_id not in self.kept, f"a slice of {slice_.key!r} is kept, and waited for"
+                found = version_for(request.message, slice_.log, over)
                 gone = slice_.group.is_gone
-                assert gone or not is_past(request.message, slice_.log), f"{slice_.key!r} is past its moment"
+                assert gone or found is not NoVersion.GONE, f"{slice_.key!r} is past its moment"
         assert sum(request.remaining for request in self.waiting.values()) == len(self.wanted), "one has ended"
         assert self.copying_nbytes >= 0, "copies are counted wrongly"
 
@@ -151,29 +152,28 @@ class OpenCapture:
         }
 
 
-def moment(log: SliceLog) -> int:
-    """What a Capture names: the step, or in asynchronous training the version."""
-    return log.step if log.sync else log.version
-
-
 def next_moment(log: SliceLog, record: Record) -> int:
-    """The same when the round is committed."""
+    """Return what a Capture can name of the version that this closed round becomes: its step, or in asynchronous
+    training its number."""
     if not log.sync:
         return log.version + 1
     return max(log.step, log.version + 1, *[given.step for given in record.contributions])
 
 
-def is_past(message: Capture, log: SliceLog) -> bool:
-    return message.when is not CaptureWhen.AS_IT_IS and moment(log) > message.step
+def version_for(message: Capture, log: SliceLog, over: int) -> int | NoVersion:
+    """Return the present version, if it is the one that a Capture asks for, for good. An earlier one is gone, as the
+    optimizer's states of it are.
 
-
-def is_there(message: Capture, log: SliceLog, is_over: Callable[[int], bool]) -> bool:
-    """Whether the slice, which is not past it, is at the moment for good."""
-    if message.when is CaptureWhen.COMPLETE and log.sync:
-        return log.version == message.step or is_over(message.step)
-    if message.when is CaptureWhen.COMPLETE:
-        return log.version == message.step
-    return message.when is not CaptureWhen.BEFORE_NEXT
+    Args:
+        over: the newest step whose pushes are known to be committed.
+    """
+    if message.when is CaptureWhen.AS_IT_IS:
+        return log.version
+    found = log.version_at(message.step, message.step if message.when is CaptureWhen.OVER else over)
+    if found is not NoVersion.LATER and found != log.version:
+        return NoVersion.GONE
+    # Before the next step is when a round of that step has closed: see `OpenCapture.due`.
+    return NoVersion.LATER if message.when is CaptureWhen.BEFORE_NEXT else found
 
 
 def _reached(log: SliceLog) -> tuple[Reached, ...]:

@@ -26,20 +26,20 @@ from kvd.core.server.captured import (
     OpenCapture,
     captured,
     copy_of,
-    is_past,
-    is_there,
     kept_slice,
     next_moment,
     no_room,
     page_of,
     rows_nbytes,
+    version_for,
 )
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import OptimizerState
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.pauses import Pauses
 from kvd.core.server.readings import Readings
-from kvd.core.server.rounds import Record
+from kvd.core.server.rounds import NoVersion, Record
 from kvd.errors import KvdError
 from kvd.optimizer import Optimizer
 from kvd.protocol.messages import (
@@ -61,7 +61,6 @@ class Captures:
     """The captures of a server.
 
     Args:
-        advance: goes on with a group.
         copy_error: why there is no memory to copy so many bytes of a table; empty if there is.
 
     Attributes:
@@ -75,14 +74,14 @@ class Captures:
         table: KeyTable,
         effects: ServerEffects,
         readings: Readings,
-        advance: Callable[[FusedGroup], None],
+        pauses: Pauses,
         copy_error: Callable[[str, int], str],
     ) -> None:
         self._view = view
         self._table = table
         self._effects = effects
         self._readings = readings
-        self._advance = advance
+        self._pauses = pauses
         self._copy_error = copy_error
         self.is_on = False
         self._open: OpenCapture | None = None
@@ -272,32 +271,25 @@ class Captures:
             request = own.wanted.get(slice_)
             if request is None:
                 continue
-            if is_past(request.message, group.log):
+            version = version_for(request.message, group.log, self._readings.over)
+            if version is NoVersion.GONE:
                 self._pass(own, request)
             else:
-                found = found or is_there(request.message, group.log, self._readings.is_over)
+                found = found or version is not NoVersion.LATER
         if found:
-            group.tasks.append(partial(self._between_rounds, own, group))
-            self._advance(group)
+            self._pauses.pause(group, partial(self._between_rounds, own, group))
 
-    def _between_rounds(self, own: OpenCapture, group: FusedGroup) -> None:
-        """No round of the group is being applied, and none is before `go_on`."""
-
-        def go_on() -> None:
-            group.working = False
-            self._advance(group)
-
+    def _between_rounds(self, own: OpenCapture, group: FusedGroup, resume: Callable[[], None]) -> None:
         due = {
             slice_: request
             for slice_ in group.slices
             if (request := own.wanted.get(slice_)) is not None
-            and not is_past(request.message, group.log)
-            and is_there(request.message, group.log, self._readings.is_over)
+            and not isinstance(version_for(request.message, group.log, self._readings.over), NoVersion)
         }
         if own is not self._open or group.is_gone or not due:
-            go_on()
+            resume()
         else:
-            self._keep(own, group, due, group.optimizer_for(group.log.closed + 1), go_on)
+            self._keep(own, group, due, group.optimizer_for(group.log.closed + 1), resume)
 
     def _keep(
         self,
@@ -396,4 +388,4 @@ class Captures:
     def validate(self) -> None:
         """Raises AssertionError unless the open capture is consistent."""
         if self._open is not None:
-            self._open.validate()
+            self._open.validate(self._readings.over)

@@ -19,6 +19,7 @@ from kvd.core.membership import name_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.pauses import Pauses
 from kvd.core.server.records import LED_ELSEWHERE, Holder, Records
 from kvd.core.session import SchedulerSession
 from kvd.protocol.messages import CheckedSlice, Compare, Refused
@@ -44,7 +45,6 @@ class Checks:
     Args:
         leaving: partitions that are being handed over: nothing begins in them.
         out_of_sync: a server (its incarnation comes second) does not hold what it should of a partition.
-        advance: goes on with a group.
 
     Attributes:
         compared: how many slices backups were asked about.
@@ -60,7 +60,7 @@ class Checks:
         records: Records,
         leaving: Collection[int],
         out_of_sync: Callable[[int, int], None],
-        advance: Callable[[FusedGroup], None],
+        pauses: Pauses,
     ) -> None:
         self._session = session
         self._table = table
@@ -68,7 +68,7 @@ class Checks:
         self._records = records
         self._leaving = leaving
         self._out_of_sync = out_of_sync
-        self._advance = advance
+        self._pauses = pauses
         self._left: deque[tuple[str, int]] = deque()  # the slices whose turn has not come in this rotation
         self._due_at: float | None = None
         self.compared = 0
@@ -98,8 +98,7 @@ class Checks:
             slices = self._next()
             if slices:
                 group = slices[0].group
-                group.tasks.append(partial(self._read, group, slices))
-                self._advance(group)
+                self._pauses.pause(group, partial(self._read, group, slices))
                 nbytes += sum(map(_nbytes_read, slices))
             groups += 1
 
@@ -126,17 +125,16 @@ class Checks:
 
     # ── between two rounds of a group ──
 
-    def _read(self, group: FusedGroup, slices: list[Slice]) -> None:
-        """No round of the group is being applied, and none is before it is advanced again."""
+    def _read(self, group: FusedGroup, slices: list[Slice], resume: Callable[[], None]) -> None:
         if group.is_gone:
-            group.working = False
+            resume()
             return
         group.is_compared = True
         version, generation = group.log.version, group.generation
         wholes = tuple([Whole(slice_.key, slice_.index, slice_.span(group.log.current)) for slice_ in slices])
 
         def done(job: JobDone) -> None:
-            group.working = group.is_compared = False
+            group.is_compared = False
             if job.error is not None:
                 self._log("error", f"{group.description} cannot be compared with its copy: {job.error}")
             elif not group.is_gone and group.generation == generation:
@@ -144,7 +142,7 @@ class Checks:
                 self._tell(slices, version, generation, checksums)
                 if self._due_at is not None:
                     self._due_at += nbytes / BYTES_PER_S
-            self._advance(group)
+            resume()
 
         self._effects.start_job(lambda job: Checksums(job, wholes), done)
 

@@ -54,6 +54,7 @@ class ServerControl:
         disputes: Disputes,
         records: Records,
         states: SliceStates,
+        held: OptimizerRecords,
         session: SchedulerSession,
         advance: Callable[[FusedGroup], None],
         check_memory: Callable[[Optimizer | None], None],
@@ -71,7 +72,7 @@ class ServerControl:
         self._advance = advance
         self._usable = UsableOptimizers(table, check_memory)
         self._answers = CommandAnswers()
-        self.held = OptimizerRecords(effects, records, advance)
+        self.held = held
         self._pace = Pace()  # of new optimizers
 
     def describe(self) -> object:

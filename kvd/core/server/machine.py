@@ -48,8 +48,10 @@ from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
 from kvd.core.server.memory_use import MemoryUse
 from kvd.core.server.optimizer_agreement import OptimizerAgreement
+from kvd.core.server.optimizer_records import OptimizerRecords
 from kvd.core.server.out_of_step import OutOfStep
 from kvd.core.server.participants import Participants
+from kvd.core.server.pauses import Pauses, SliceJobs
 from kvd.core.server.pull import Pulls
 from kvd.core.server.push import Pushes
 from kvd.core.server.readings import Readings
@@ -61,7 +63,6 @@ from kvd.core.server.round_watch import RoundWatch
 from kvd.core.server.row_lane import RowLane
 from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
-from kvd.core.server.slice_jobs import SliceJobs
 from kvd.core.server.slice_states import SliceStates
 from kvd.core.server.stillness import Stillness
 from kvd.core.server.syncing import Syncing
@@ -202,9 +203,8 @@ class ServerMachine:
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
         readings = Readings(session.view, self.table, effects, participants, elsewhere)
-        captures = Captures(
-            session.view, self.table, effects, readings, lambda group: self._pushes.advance(group), use.copy_error
-        )
+        pauses = Pauses(lambda group: self._pushes.advance(group))
+        captures = Captures(session.view, self.table, effects, readings, pauses, use.copy_error)
         targets = TargetResolver(session, self.table, batches, attachments, effects, records, elsewhere)
         self._pushes = pushes = Pushes(
             session.view,
@@ -240,7 +240,8 @@ class ServerMachine:
             small_push_bytes=settings.small_push_bytes,
             is_on=settings.lanes,
         )
-        slice_jobs = SliceJobs(self.table, effects, elsewhere, pushes.advance)
+        slice_jobs = SliceJobs(self.table, effects, elsewhere, pauses)
+        held = OptimizerRecords(effects, records, pauses)
         self._control = control = ServerControl(
             self.table,
             effects,
@@ -248,7 +249,8 @@ class ServerMachine:
             agreement,
             disputes,
             records,
-            SliceStates(effects, records, slice_jobs, use.row_error, lambda: self._control.held.is_open),
+            SliceStates(effects, records, slice_jobs, use.row_error, held),
+            held,
             session,
             pushes.advance,
             use.check_for,
@@ -309,10 +311,8 @@ class ServerMachine:
             lambda partition: no_copy(partition, session.incarnation),
             pushes.advance,
         )
-        syncing = Syncing(
-            session, self.table, effects, records, shared, control, replicas.is_handing_over, pushes.advance
-        )
-        checks = Checks(session, self.table, effects, records, elsewhere.leaving, no_copy, pushes.advance)
+        syncing = Syncing(session, self.table, effects, records, shared, control, replicas.is_handing_over, pauses)
+        checks = Checks(session, self.table, effects, records, elsewhere.leaving, no_copy, pauses)
         replication = Replication(
             session,
             effects,
@@ -442,6 +442,11 @@ class ServerMachine:
         if replication.is_on:
             self._effects.extend(replication.tick(now))
         return self._effects.take()
+
+    @property
+    def memory_used_nbytes(self) -> int:
+        """What this run needs now, as counted against the limit, in bytes."""
+        return self._memory_use.used_nbytes
 
     def drop_values(self) -> None:
         """Drop the bytes of all slices: the run is given up, and this machine takes no further step.

@@ -9,6 +9,7 @@ from functools import partial
 from kvd.core.machine import ResetState
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup
+from kvd.core.server.pauses import Pauses
 from kvd.core.server.records import Records
 from kvd.optimizer import Optimizer
 from kvd.protocol.messages import HoldChange, HoldOptimizer, LaterSlice
@@ -25,11 +26,11 @@ class OptimizerRecords:
         is_open: a backup has yet to hold an optimizer or a change: there is no other until then.
     """
 
-    def __init__(self, effects: ServerEffects, records: Records, advance: Callable[[FusedGroup], None]) -> None:
+    def __init__(self, effects: ServerEffects, records: Records, pauses: Pauses) -> None:
         self.is_open = False
         self._effects = effects
         self._records = records
-        self._advance = advance
+        self._pauses = pauses
         self._late: list[FusedGroup] = []  # they use the newest optimizer when their update has ended
         self._when_used: Callable[[], None] | None = None  # is called when all groups use it
 
@@ -39,16 +40,17 @@ class OptimizerRecords:
         for group in groups:
             if group.log.closing is not None and self._records.is_held(group.partition):
                 self._late.append(group)  # its backups get the record of this round first
-                group.tasks.append(partial(self._use_late, group, optimizer, generation))
+                self._pauses.pause(group, partial(self._use_late, group, optimizer, generation))
             else:
                 slices += group.renew(optimizer, generation).slices
         self._effects.emit(ResetState(tuple(slices)))
 
-    def _use_late(self, group: FusedGroup, optimizer: Optimizer | None, generation: int) -> None:
+    def _use_late(
+        self, group: FusedGroup, optimizer: Optimizer | None, generation: int, resume: Callable[[], None]
+    ) -> None:
         self._effects.emit(group.renew(optimizer, generation))
         self._late.remove(group)
-        group.working = False
-        self._advance(group)
+        resume()
         self._hold_used()
 
     def _hold_used(self) -> None:

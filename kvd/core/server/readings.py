@@ -25,7 +25,7 @@ from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.core.server.participants import Participants
-from kvd.core.server.rounds import SliceLog
+from kvd.core.server.rounds import NoVersion
 from kvd.protocol.messages import Done, ErrorCode, ReadDone, ReadSlices, SliceId, Survey, Surveyed, Values
 from kvd.protocol.specs import table_text
 
@@ -240,22 +240,18 @@ class Readings:
         message = reading.message
         for position in positions:
             log = reading.slices[position].log
-            version = log.version_after(message.step)
-            if version is None:
+            version = log.version_at(message.step, message.step if message.is_over else self.over)
+            if version is NoVersion.GONE:
                 self._close(reading)
                 self._effects.send(reading.peer, self.surveyed(message.request, reading.slices))
                 return
-            if message.is_over or self._is_known(log, message.step):
+            if version is not NoVersion.LATER:
                 reading.take(position, version)
                 self._leave(reading, position)
         if reading.remaining == 0:
             self._close(reading)
             spans = tuple([span for span in reading.spans if span is not None])
             self._effects.send(reading.peer, Values(message.request, tuple(reading.versions)), spans)
-
-    def _is_known(self, log: SliceLog, step: int) -> bool:
-        """Whether no more versions of steps up to this one will come."""
-        return log.step > step or log.version == step or step <= self.over
 
     def drop_slices(self, slices: Sequence[Slice]) -> None:
         """Another server leads them: readers ask there."""
@@ -267,10 +263,6 @@ class Readings:
         """This server leads less than before. Readers that hold too much now are forgotten, and ask again."""
         while self.held_nbytes > MAX_CUTS * self._table.bytes_led:
             self._forget(max(self._readers, key=lambda sender: self._readers[sender].held_nbytes))
-
-    def is_over(self, step: int) -> bool:
-        """Whether a worker has said that nothing more of this step is to come."""
-        return step <= self.over
 
     # ── the end of waiting ──
 
@@ -310,5 +302,6 @@ class Readings:
                 for position in reading.missing:
                     slice_, step = reading.slices[position], reading.message.step
                     assert self._waiting[slice_][reading] == position, "a read does not wait for its slice"
-                    assert not self._is_known(slice_.log, step), f"step {step} of {slice_.key!r} is there"
+                    found = slice_.log.version_at(step, self.over)
+                    assert found is NoVersion.LATER, f"step {step} of {slice_.key!r} is there: {found}"
         assert waiting == sum(map(len, self._waiting.values())), "a read that has ended waits"

@@ -64,6 +64,13 @@ class Record(NamedTuple):
         return first
 
 
+class NoVersion(Enum):
+    """Why a slice has no version to read of a step."""
+
+    LATER = "later"  # more pushes of the step may come
+    GONE = "gone"  # there are later versions, and it is not kept any more
+
+
 @dataclass(slots=True)
 class SliceLog:
     """Staging, rounds and versions of one slice. `mode` and the bounds are those of the cluster."""
@@ -470,11 +477,21 @@ class SliceLog:
             return self.previous
         return None
 
-    def version_after(self, step: int) -> int | None:
-        """The newest version of a step up to this one; None if it is not kept any more."""
-        if self.step <= step:
-            return self.version
-        return self.version - 1 if self.previous is not None and self.previous_step <= step else None
+    def version_at(self, step: int, over: int) -> int | NoVersion:
+        """Return the newest version of a step up to `step`, if it is known for good.
+
+        Args:
+            step: of the program; in asynchronous training the number of a version, and the answer is that version.
+            over: a step, newest of those whose pushes are all committed.
+        """
+        if not self.sync:
+            if self.version <= step:
+                return self.version if self.version == step else NoVersion.LATER
+            return step if self.at_version(step) is not None else NoVersion.GONE
+        if self.step > step:  # a version of a later step exists, so no more versions of this one will come
+            return self.version - 1 if self.previous is not None and self.previous_step <= step else NoVersion.GONE
+        # The next version has a larger number, and no version has a step below its number.
+        return self.version if self.version == step or step <= over else NoVersion.LATER
 
     @property
     def has_staged(self) -> bool:

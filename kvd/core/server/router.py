@@ -119,16 +119,25 @@ class ServerRouter:
         return None if due == NEVER else due
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
-        return self._machines.get(run, self._machines[NO_RUN]).explain(now)
+        needed = [machine.memory_used_nbytes for number, machine in self._machines.items() if not self._is_over(number)]
+        report = self._machines.get(run, self._machines[NO_RUN]).explain(now)
+        return {**report, "memory_of_live_runs_bytes": sum(needed)}
 
     def is_needed(self) -> bool:
         """Whether something would be lost if this server left now, and not if it stayed a while."""
         return any(
-            not (run in self._phases and self._phases[run].is_over)
-            and machine.session.joined
-            and machine.session.view.needs(machine.session.rank)
+            not self._is_over(run) and machine.session.joined and machine.session.view.needs(machine.session.rank)
             for run, machine in self._machines.items()
         )
+
+    def _is_over(self, run: int) -> bool:
+        """Whether a run has ended, and gives way when memory is needed."""
+        return run in self._phases and self._phases[run].is_over
+
+    def live_runs(self) -> dict[str, int]:
+        """The runs that are under way, by the name of their job."""
+        live = {run: machine for run, machine in self._machines.items() if run != NO_RUN and not self._is_over(run)}
+        return {machine.session.job: run for run, machine in live.items()}
 
     def machine_of(self, run: int) -> ServerMachine | None:
         """The machine of a run; for NO_RUN, that of the cluster."""

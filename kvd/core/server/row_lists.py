@@ -9,7 +9,7 @@ from kvd.core.machine import ListRows as ListRowsJob
 from kvd.core.refusals import refusal_of
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.slice_jobs import SliceJobs
+from kvd.core.server.pauses import SliceJobs
 from kvd.protocol.messages import ErrorCode, ListRows, RowList
 from kvd.protocol.specs import no_table_text
 

@@ -12,8 +12,9 @@ from kvd.core.machine import Export, Job, JobDone, Load, ReadStored, Received, S
 from kvd.core.refusals import refusal_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import Slice
+from kvd.core.server.optimizer_records import OptimizerRecords
+from kvd.core.server.pauses import SliceJobs
 from kvd.core.server.records import LED_ELSEWHERE, Records
-from kvd.core.server.slice_jobs import SliceJobs
 from kvd.protocol.messages import (
     STATE_OF_ROWS,
     Done,
@@ -35,7 +36,6 @@ class SliceStates:
 
     Args:
         row_error: why there is no memory for so many bytes of rows of a table; empty if there is.
-        is_changing: whether the optimizer was changed, and a backup has yet to hold that.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class SliceStates:
         records: Records,
         jobs: SliceJobs,
         row_error: Callable[[str, KeySpec, int], str],
-        is_changing: Callable[[], bool],
+        optimizers: OptimizerRecords,
     ) -> None:
         self._effects = effects
         self._records = records
         self._jobs = jobs
         self._row_error = row_error
-        self._is_changing = is_changing
+        self._optimizers = optimizers
 
     def fetch(self, event: Received, message: FetchState) -> None:
         """Reads it when no update of the slice runs."""
@@ -147,7 +147,7 @@ class SliceStates:
         """Whether it is stored, or being stored, or has to wait: a second load would undo the updates since the
         first."""
         sender, request = slice_.loaded
-        if self._is_changing():
+        if self._optimizers.is_open:
             text = "the optimizer was changed just now"
             self._effects.not_yet(event.peer, message.request, NotYetReason.BUSY, text, message.key)
             return True

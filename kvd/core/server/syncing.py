@@ -20,6 +20,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.images import MOST_BYTES, OptimizerState, install_of, packs
 from kvd.core.server.keys import KeyTable
+from kvd.core.server.pauses import Pauses
 from kvd.core.server.records import LED_ELSEWHERE, Holder, Records
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.sync_failures import SyncFailures
@@ -37,7 +38,8 @@ class _Sync:
 
     holder: Holder
     left: deque[tuple[str, int]]  # the slices that it may lack: those that were here when it began
-    resting: dict[FusedGroup, None] = field(default_factory=dict)  # that are to be sent now
+    # The groups that are to be sent now: the end of the pause of each, if it has begun.
+    resting: dict[FusedGroup, Callable[[], None] | None] = field(default_factory=dict)
     missing: int = 0  # of them, those that do not rest yet
     states: dict[Slice, OptimizerState] = field(default_factory=dict)
     is_failed: bool = False
@@ -49,7 +51,6 @@ class Syncing:
 
     Args:
         is_handing_over: whether slices that this server leads are not in the table yet.
-        advance: goes on with a group.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Syncing:
         shared: SharedSteps,
         control: ServerControl,
         is_handing_over: Callable[[], bool],
-        advance: Callable[[FusedGroup], None],
+        pauses: Pauses,
     ) -> None:
         self._session = session
         self._table = table
@@ -70,7 +71,7 @@ class Syncing:
         self._shared = shared
         self._control = control
         self._is_handing_over = is_handing_over
-        self._advance = advance
+        self._pauses = pauses
         self._rows = CopiedRows(effects, records, self.fail)
         self._syncs: dict[Holder, _Sync] = {}
         self._failures = SyncFailures()
@@ -140,18 +141,15 @@ class Syncing:
         sync.missing = len(sync.resting)
         sync.states = {}
         for group in list(sync.resting):
-            group.tasks.append(partial(self._rests, sync, group))
-            self._advance(group)
+            self._pauses.pause(group, partial(self._rests, sync, group))
         if not sync.resting:
             self._finish(sync)
 
-    def _rests(self, sync: _Sync, group: FusedGroup) -> None:
-        """No update of the group runs, and none begins until it is woken."""
+    def _rests(self, sync: _Sync, group: FusedGroup, resume: Callable[[], None]) -> None:
         if sync.is_failed:
-            group.working = False
-            self._advance(group)
+            resume()
             return
-        group.is_resting = True
+        group.is_resting, sync.resting[group] = True, resume
         slices = list(group.slices)
 
         def export_next() -> None:
@@ -176,10 +174,10 @@ class Syncing:
         export_next()
 
     def _wake(self, sync: _Sync, group: FusedGroup) -> None:
-        sync.resting.pop(group, None)
-        if group.is_resting:  # else another job on its state is under way, or its turn has not come
-            group.working = group.is_resting = False
-            self._advance(group)
+        resume = sync.resting.pop(group, None)
+        if resume is not None:
+            group.is_resting = False
+            resume()
 
     def fail(self, holder: Holder, why: str) -> None:
         """The server cannot become the backup. It is tried again later, if the view still names it then."""

@@ -12,7 +12,8 @@ from kvd.core.membership import ViewState, name_of
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.refusals import error_of
 from kvd.core.session import FIRST_REQUEST
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.servers import NO_PARTITION, Servers
 from kvd.errors import KvdError
 from kvd.protocol.messages import Done, ErrorCode, NodeName, Refused, Staged, Taken
@@ -66,7 +67,7 @@ class Asker:
 
     def ask(
         self,
-        call: Call | None,
+        call: InFlight | None,
         peer: Peer,
         message: Any,
         answered: Callable[[Received], None],
@@ -87,7 +88,7 @@ class Asker:
 
     def ask_leader(
         self,
-        call: Call | None,
+        call: InFlight | None,
         partition: int,
         message: Any,
         answered: Callable[[Received], None],
@@ -102,7 +103,7 @@ class Asker:
 
     def ask_all(
         self,
-        call: Call | None,
+        call: InFlight | None,
         questions: Sequence[Question],
         then: Callable[[list[Received], KvdError | None], None],
     ) -> None:
@@ -123,7 +124,7 @@ class Asker:
         if not questions:
             then([], None)
 
-    def gather(self, call: Call, questions: Sequence[Question]) -> None:
+    def gather(self, call: InFlight, questions: Sequence[Question]) -> None:
         """Asks several servers. The call is completed with the answers in order, or with the first error."""
         call.start()
         gone = next((error for question in questions if (error := self._gone_error(question)) is not None), None)

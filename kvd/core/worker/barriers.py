@@ -7,7 +7,8 @@ from functools import partial
 from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Received
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import InFlight
 from kvd.protocol.messages import Enter, Listen, Said, Say
 
 
@@ -20,7 +21,7 @@ class BarrierCalls:
         self._calls = calls
         self._generations: dict[str, int] = {}  # by name: the one to enter next
 
-    def enter(self, call: Call, request: requests.Barrier) -> None:
+    def enter(self, call: InFlight, request: requests.Barrier) -> None:
         """Completes the call when all workers are at the barrier, or it is broken."""
         generation = self._generations.get(request.name, 0)
         if request.passed:
@@ -32,11 +33,11 @@ class BarrierCalls:
         else:
             self._enter(call, request, generation)
 
-    def said(self, call: Call, request: requests.SaidAt) -> None:
+    def said(self, call: InFlight, request: requests.SaidAt) -> None:
         """Completes the call with the note of the barrier that comes next, if it has been released."""
         self._listen(call, request.name, self._generations.get(request.name, 0))
 
-    def tell(self, call: Call, request: requests.Tell) -> None:
+    def tell(self, call: InFlight, request: requests.Tell) -> None:
         """Completes the call when the note is saved."""
 
         def answered(event: Received) -> None:
@@ -44,7 +45,7 @@ class BarrierCalls:
 
         self._asker.ask(call, SCHEDULER, Say(0, request.name, 0, request.note), answered)
 
-    def told(self, call: Call, request: requests.ToldAt) -> None:
+    def told(self, call: InFlight, request: requests.ToldAt) -> None:
         """Completes the call with the note of a barrier that is never released."""
 
         def answered(event: Received) -> None:
@@ -53,14 +54,14 @@ class BarrierCalls:
 
         self._asker.ask(call, SCHEDULER, Listen(0, request.name, 0), answered)
 
-    def _is_noted(self, call: Call, request: requests.Barrier, generation: int, event: Received) -> None:
+    def _is_noted(self, call: InFlight, request: requests.Barrier, generation: int, event: Received) -> None:
         error = self._asker.error_of(event)
         if error is not None:
             self._calls.complete(call, error=error)
         else:
             self._enter(call, request, generation)
 
-    def _enter(self, call: Call, request: requests.Barrier, generation: int) -> None:
+    def _enter(self, call: InFlight, request: requests.Barrier, generation: int) -> None:
         def answered(event: Received) -> None:
             error = self._asker.error_of(event)
             if error is None:  # otherwise this generation is still open
@@ -72,7 +73,7 @@ class BarrierCalls:
 
         self._asker.ask(call, SCHEDULER, Enter(0, request.name, generation, request.place), answered)
 
-    def _listen(self, call: Call, name: str, generation: int) -> None:
+    def _listen(self, call: InFlight, name: str, generation: int) -> None:
         def answered(event: Received) -> None:
             said = event.message
             error = self._asker.error_of(event)

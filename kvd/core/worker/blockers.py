@@ -7,7 +7,7 @@ from typing import Any
 
 from kvd.core import requests
 from kvd.core.outbox import Entry, Outbox
-from kvd.core.worker.calls import WAITING, Call
+from kvd.core.worker.in_flight import WAITING, InFlight
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.open_pushes import OpenPushes
@@ -22,7 +22,7 @@ class Blockers:
         self._pushes = pushes
         self._about: dict[str, list[Entry]] | None = None  # by key; made when it is needed first
 
-    def of(self, call: Call) -> list[Entry]:
+    def of(self, call: InFlight) -> list[Entry]:
         """The oldest first. A call with none waits for something else: to have joined, or for memory of its program."""
         found: dict[int, Entry] = {}
         for part in self._parts(call):
@@ -30,7 +30,7 @@ class Blockers:
             found.update((entry.request, entry) for entry in entries)
         return [found[request] for request in sorted(found)]
 
-    def _parts(self, call: Call) -> Sequence[Call]:
+    def _parts(self, call: InFlight) -> Sequence[InFlight]:
         """The call, or the pushes that it waits for."""
         if isinstance(call.request, requests.Flush):
             return self._pushes.awaited_by(call)
@@ -38,7 +38,7 @@ class Blockers:
             return self._pushes.open()
         return [call]
 
-    def _of_keys(self, call: Call) -> Iterable[Entry]:
+    def _of_keys(self, call: InFlight) -> Iterable[Entry]:
         """A call that has not begun waits for what is open on its keys, and for the calls before it in their queues."""
         seen: set[str] = set()
         keys: list[WorkerKey] = list(call.keys)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -12,69 +10,8 @@ from kvd.core import requests
 from kvd.core.machine import Complete, Effect, LocalCall
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.session import SchedulerSession
-from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.errors import KvdError
-
-
-class CallState(Enum):
-    """How far a call has come. It only goes forward, and may leave STARTED out."""
-
-    WAITING = auto()  # nothing was done for it yet: it may wait for earlier calls
-    STARTED = auto()  # its requests are made
-    COMPLETED = auto()  # its caller was answered; its pushes may still be under way
-
-
-WAITING, STARTED, COMPLETED = CallState  # the hot path compares: one look-up instead of two
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call of the program.
-
-    Invariants:
-        `entries` holds its open requests: those in the outbox that are not settled.
-        It is in the queues of its keys only while it is WAITING.
-    """
-
-    number: int
-    request: requests.Request
-    deadline: float
-    is_push: bool
-    place: int = 0  # of a push: where the program was when it made the call, see `kvd.core.places`
-    begun: float = 0.0
-    answer_s: float | None = None  # see LocalCall
-    ends_at: float = 0.0  # no later than `deadline`; changed by CallBook only
-    step: int = 0  # of a push: see `kvd.core.worker.steps`
-    keys: Sequence[WorkerKey] = ()
-    state: CallState = WAITING
-    entries: set[Entry] = field(default_factory=set)
-    withdraw: Callable[[Call], None] | None = None  # see `hold`
-    is_kept: bool = False  # a push whose caller was told not to wait, and which counts later
-    blocker: int = 0  # the place of the key that it was found to wait for last
-
-    def start(self) -> None:
-        if self.state is not WAITING:
-            raise RuntimeError(f"call {self.number} cannot start when it is {self.state.name}: this is a bug in kvd")
-        self.state = STARTED
-
-    @property
-    def may_have_happened(self) -> bool:
-        """Whether any part of it has left this node, or will."""
-        if any(entry.was_sent for entry in self.entries):
-            return True
-        return self.state is STARTED and (self.is_push or not self.entries)  # a queued push still goes out
-
-    def set_keys(self, keys: Sequence[WorkerKey]) -> None:
-        """The keys that the call names, in its order."""
-        self.keys = keys
-
-    def hold(self, withdraw: Callable[[Call], None]) -> None:
-        """A part of the machine holds the call. `withdraw` lets go of it there, if the caller stops waiting first."""
-        self.withdraw = withdraw
-
-    def let_go(self) -> None:
-        """No part holds the call any more."""
-        self.withdraw = None
 
 
 class CallBook:
@@ -93,21 +30,21 @@ class CallBook:
         self._session = session
         self._outbox = outbox
         self._emit = emit
-        self._open: dict[int, Call] = {}
+        self._open: dict[int, InFlight] = {}
         self.deadlines: list[tuple[float, int]] = []
         self.activity = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open_calls(self) -> list[Call]:
+    def open_calls(self) -> list[InFlight]:
         return list(self._open.values())
 
-    def find(self, number: int) -> Call | None:
+    def find(self, number: int) -> InFlight | None:
         """The open call with this number."""
         return self._open.get(number)
 
-    def accept(self, event: LocalCall, now: float) -> Call:
+    def accept(self, event: LocalCall, now: float) -> InFlight:
         """Enters a call. It is completed at once if this node has failed."""
         number, request, deadline, answer_s = event
         is_push, place = False, 0
@@ -116,7 +53,7 @@ class CallBook:
         if isinstance(request, requests.Transfer):
             is_push, place = request.push, request.place
         ends_at = deadline if answer_s is None else min(deadline, now + answer_s)
-        call = Call(number, request, deadline, is_push, place, now, answer_s, ends_at)
+        call = InFlight(number, request, deadline, is_push, place, now, answer_s, ends_at)
         self.activity += 1
         self._open[number] = call
         heappush(self.deadlines, (ends_at, number))
@@ -124,7 +61,7 @@ class CallBook:
             self.complete(call, error=self._session.failure)
         return call
 
-    def complete(self, call: Call, result: Any = None, error: KvdError | None = None) -> None:
+    def complete(self, call: InFlight, result: Any = None, error: KvdError | None = None) -> None:
         """Answers the caller. Nothing happens if it was answered before."""
         if call.state is COMPLETED:
             return
@@ -138,7 +75,7 @@ class CallBook:
 
     # ── calls that end early ──
 
-    def abandon(self, call: Call, error: KvdError) -> None:
+    def abandon(self, call: InFlight, error: KvdError) -> None:
         """Ends the caller's waiting. Pushes that were started go on; all else of the call is given up."""
         for entry in list(call.entries):
             if not entry.pushes:
@@ -149,7 +86,7 @@ class CallBook:
             withdraw(call)
         self.complete(call, error=error)
 
-    def end(self, call: Call, result: Any) -> None:
+    def end(self, call: InFlight, result: Any) -> None:
         """Completes a call that is no push before its requests are answered: they are given up."""
         for entry in list(call.entries):
             self._outbox.settle(entry)
@@ -167,9 +104,9 @@ class CallBook:
 
     # ── the end that time brings ──
 
-    def take_due(self, now: float) -> list[Call]:
+    def take_due(self, now: float) -> list[InFlight]:
         """The calls that end now; each is completed or put off next."""
-        due: dict[int, Call] = {}
+        due: dict[int, InFlight] = {}
         while self.deadlines and self.deadlines[0][0] <= now:
             number = heappop(self.deadlines)[1]
             call = self._open.get(number)
@@ -177,7 +114,7 @@ class CallBook:
                 due[number] = call
         return list(due.values())
 
-    def put_off(self, call: Call, ends_at: float) -> None:
+    def put_off(self, call: InFlight, ends_at: float) -> None:
         """The call goes on until then, or until its deadline."""
         call.ends_at = min(call.deadline, ends_at)
         heappush(self.deadlines, (call.ends_at, call.number))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvd.core import requests
 from kvd.core.machine import Received
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.keys import KeyState
 from kvd.core.worker.message_plans import lists_of_slices
 from kvd.errors import KeyNotFound, KvdError, ProtocolError
@@ -19,7 +20,7 @@ class Captures:
         self._asker = asker
         self._calls = calls
 
-    def start(self, call: Call, request: requests.Capture) -> KvdError | None:
+    def start(self, call: InFlight, request: requests.Capture) -> KvdError | None:
         """Completes the call with the answers of all servers that lead a part of its keys."""
         lists = lists_of_slices(call.keys)
 
@@ -49,7 +50,7 @@ class Captures:
         )
         return None
 
-    def _look_again(self, call: Call) -> None:
+    def _look_again(self, call: InFlight) -> None:
         """Nobody asked this node before a key was deleted: its next call looks the keys up."""
         for key in call.keys:
             if key.state is KeyState.READY:

@@ -9,7 +9,8 @@ from kvd.core.machine import Received
 from kvd.core.places import START, Inheritance, Stopped
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker, Question
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
@@ -138,7 +139,7 @@ class WorkerClocks:
         questions = [self._asker.to_leader(partition, message) for partition in key.lineages]
         self._asker.ask_all(None, questions, activated)
 
-    def rewind(self, call: Call, request: requests.Rewind) -> None:
+    def rewind(self, call: InFlight, request: requests.Rewind) -> None:
         """Sets back the clocks of the keys that are known, and of those that are found later."""
         if self._pushes:
             self._calls.complete(call, error=NotAllowed("rewind while pushes are under way: call flush first"))
@@ -149,7 +150,7 @@ class WorkerClocks:
         self._steps.go_back(max([key.clock for key in self._keys.by_name.values()], default=0))
         self._begin_again(call)
 
-    def resume(self, call: Call, request: requests.Resume) -> None:
+    def resume(self, call: InFlight, request: requests.Resume) -> None:
         """Goes on after all that counted of the predecessor: the program knows where it is."""
         if self._pushes:
             self._calls.complete(call, error=NotAllowed("resume while pushes are under way: call it before the first"))
@@ -158,7 +159,7 @@ class WorkerClocks:
             key.window.catch_up()
         self._begin_again(call)
 
-    def pass_over(self, call: Call, request: requests.PassOver) -> None:
+    def pass_over(self, call: InFlight, request: requests.PassOver) -> None:
         """Goes on after the step in which the predecessor stopped."""
         if self._pushes:
             self._calls.complete(call, error=NotAllowed("a step is passed over before any of its pushes"))
@@ -169,7 +170,7 @@ class WorkerClocks:
         self._predecessor.pass_over()
         self._calls.complete(call)
 
-    def _begin_again(self, call: Call) -> None:
+    def _begin_again(self, call: InFlight) -> None:
         """The places of the predecessor's program mean nothing any more, here and on the servers."""
         has_place = self._predecessor.place != START
         self._predecessor.forget()
@@ -178,7 +179,7 @@ class WorkerClocks:
         else:
             self._calls.complete(call)
 
-    def come_to(self, call: Call, request: requests.ComeTo) -> None:
+    def come_to(self, call: InFlight, request: requests.ComeTo) -> None:
         """Tells all servers where the program is."""
         message = ComeTo(0, request.place)
         told = self._servers.whoever_leads(only_there=True)
@@ -196,7 +197,7 @@ class WorkerClocks:
         key = self._keys.by_name.get(name)
         return None if key is None else key.own_window.inherited
 
-    def clock_of(self, call: Call, request: requests.ClockOf) -> None:
+    def clock_of(self, call: InFlight, request: requests.ClockOf) -> None:
         """Completes the call with the clock of its key."""
         (key,) = call.keys
         self._calls.complete(call, key.clock)

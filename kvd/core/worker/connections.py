@@ -15,7 +15,8 @@ from kvd.core.places import START
 from kvd.core.pseudonyms import pseudonym
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.moves import Moves
 from kvd.core.worker.predecessor import Predecessor
 from kvd.core.worker.resting import Resting
@@ -54,18 +55,18 @@ class Connections:
         self._emit = emit
         self._is_observer = session.identity.role == "observer"
         self._attached: set[int] = set()  # incarnations of servers that know this worker
-        self._joining: list[Call] = []  # wait for the servers and all workers
-        self._visiting: list[Call] = []  # wait for the servers alone
+        self._joining: list[InFlight] = []  # wait for the servers and all workers
+        self._visiting: list[InFlight] = []  # wait for the servers alone
 
     # ── joining ──
 
-    def join(self, call: Call, request: requests.JoinCluster) -> None:
+    def join(self, call: InFlight, request: requests.JoinCluster) -> None:
         """Completes the call with the rank when nobody is missing whom it waits for."""
         (self._joining if request.wait_for_workers else self._visiting).append(call)
         call.hold(self._withdraw)
         self._check_joined()
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: InFlight) -> None:
         (self._joining if call in self._joining else self._visiting).remove(call)
 
     def _check_joined(self) -> None:
@@ -87,7 +88,7 @@ class Connections:
         if self._is_observer or not self._view.missing_workers():
             self._let_in(self._joining)
 
-    def _let_in(self, calls: list[Call]) -> None:
+    def _let_in(self, calls: list[InFlight]) -> None:
         for call in calls:
             call.let_go()
             self._calls.complete(call, self._session.rank)

@@ -10,7 +10,8 @@ from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Effect, Received, ServerPeer, Span
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker, Question
-from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.resting import Resting
@@ -54,7 +55,7 @@ class ControlCalls:
         resting: Resting,
         emit: Callable[[Effect], None],
     ) -> None:
-        self.waiting: list[tuple[Call, Callable[[], None]]] = []
+        self.waiting: list[tuple[InFlight, Callable[[], None]]] = []
         self._calls = calls
         self._pushes = pushes
         self._asker = asker
@@ -66,7 +67,7 @@ class ControlCalls:
 
     # ── servers ──
 
-    def control(self, call: Call, request: requests.Control) -> None:
+    def control(self, call: InFlight, request: requests.Control) -> None:
         if request.staged_first and (self._outbox.unstaged or self._pushes.any_waiting()):
             self._wait(call, partial(self.control, call, request))
             return
@@ -91,7 +92,7 @@ class ControlCalls:
             return self._servers.whoever_leads(only_there=self._participation.is_observer)
         return self._servers.everyone(only_there=self._participation.is_observer)
 
-    def _wait(self, call: Call, act: Callable[[], None]) -> None:
+    def _wait(self, call: InFlight, act: Callable[[], None]) -> None:
         self.waiting.append((call, act))
         call.hold(self._withdraw)
         for probe in self._outbox.ask_staged():
@@ -106,7 +107,7 @@ class ControlCalls:
             call.let_go()
             act()
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: InFlight) -> None:
         self.waiting = [(other, act) for other, act in self.waiting if other is not call]
         if not self.waiting:
             self._outbox.stop_asking_staged()
@@ -123,14 +124,14 @@ class ControlCalls:
                     self._outbox.settle(entry)
                     self._wait(call, partial(self._send_again, call, entry))
 
-    def _send_again(self, call: Call, entry: Entry) -> None:
+    def _send_again(self, call: InFlight, entry: Entry) -> None:
         gone = self._servers.orphan_error(entry.topic)
         if gone is not None:
             self._calls.complete(call, error=gone)
         elif call.state is not COMPLETED:
             self._asker.ask_leader(call, entry.topic, entry.send.message, entry.answered, entry.send.payload)
 
-    def slice_control(self, call: Call, request: requests.SliceControl) -> None:
+    def slice_control(self, call: InFlight, request: requests.SliceControl) -> None:
         """Asks the servers that lead the slices of the call's key."""
         (key,) = call.keys
         questions = []
@@ -142,13 +143,13 @@ class ControlCalls:
 
     # ── the scheduler ──
 
-    def tell_scheduler(self, call: Call, request: requests.TellScheduler) -> None:
+    def tell_scheduler(self, call: InFlight, request: requests.TellScheduler) -> None:
         def answered(event: Received) -> None:
             self._calls.complete(call, error=self._asker.error_of(event))
 
         self._asker.ask(call, SCHEDULER, request.message, answered)
 
-    def scheduler_status(self, call: Call, request: requests.SchedulerStatus) -> None:
+    def scheduler_status(self, call: InFlight, request: requests.SchedulerStatus) -> None:
         def answered(event: Received) -> None:
             self._calls.complete(call, (event.payload, event.nbytes), self._asker.error_of(event))
 

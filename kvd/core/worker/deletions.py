@@ -15,7 +15,8 @@ from kvd.core import requests
 from kvd.core.machine import Received
 from kvd.core.membership import ViewState
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import WAITING, InFlight
 from kvd.core.worker.key_directory import LookUp, by_home, in_messages, not_joined
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
@@ -29,7 +30,7 @@ from kvd.protocol.messages import Delete, Drop, KeyId
 class _DeleteCall:
     """A DeleteKeys under way: how many of its keys are still there, and the first error."""
 
-    call: Call
+    call: InFlight
     remaining: int
     error: KvdError | None = None
 
@@ -53,7 +54,7 @@ class Deletions:
         calls: CallBook,
         making: KeyMaking,
         look_up: LookUp,
-        enqueue: Callable[[Call, Sequence[WorkerKey]], None],
+        enqueue: Callable[[InFlight, Sequence[WorkerKey]], None],
         wake: Callable[[WorkerKey], None],
     ) -> None:
         self._view = view
@@ -67,11 +68,11 @@ class Deletions:
         self._enqueue = enqueue
         self._wake = wake
         self._ending: dict[WorkerKey, list[_DeleteCall]] = {}  # of each key that is being deleted: the calls
-        self._after: dict[WorkerKey, list[tuple[Call, Callable[[], None]]]] = {}  # what waits for the end
+        self._after: dict[WorkerKey, list[tuple[InFlight, Callable[[], None]]]] = {}  # what waits for the end
 
     # ── calls in ──
 
-    def enter(self, call: Call, request: requests.DeleteKeys) -> None:
+    def enter(self, call: InFlight, request: requests.DeleteKeys) -> None:
         """Deletes the keys once the earlier calls on them have ended."""
         if not self._view.shards:
             self._calls.complete(call, error=not_joined())
@@ -81,7 +82,7 @@ class Deletions:
         else:
             self._enqueue(call, [self._keys.get_or_add(name) for name in dict.fromkeys(request.keys)])
 
-    def start(self, call: Call, request: requests.DeleteKeys) -> KvdError | None:
+    def start(self, call: InFlight, request: requests.DeleteKeys) -> KvdError | None:
         """The calls before this one have ended. Keys that are being deleted already are waited for."""
         call.start()
         waits = _DeleteCall(call, len(call.keys))
@@ -101,7 +102,7 @@ class Deletions:
             self._calls.complete(call)
         return None
 
-    def afterwards(self, key: WorkerKey, call: Call, act: Callable[[], None]) -> Callable[[], None]:
+    def afterwards(self, key: WorkerKey, call: InFlight, act: Callable[[], None]) -> Callable[[], None]:
         """Act when the deletion of the key has ended, if the call still waits for it. Return a function that cancels
         that."""
         entry = (call, act)

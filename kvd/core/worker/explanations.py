@@ -9,8 +9,8 @@ from kvd.core.machine import SCHEDULER, Peer
 from kvd.core.membership import in_words, name_of
 from kvd.core.outbox import QUEUED, Entry
 from kvd.core.session import SchedulerSession
-from kvd.core.worker.calls import Call
 from kvd.core.worker.holds import Act, Blocked, Holds
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.words import title_of
 from kvd.errors import Outcome, RequestTimeout
 from kvd.protocol.messages import Enter, MemberState, StandBy
@@ -46,11 +46,11 @@ class Explainer:
 
     # ── texts ──
 
-    def notice(self, call: Call, entries: Sequence[Entry], now: float) -> str:
+    def notice(self, call: InFlight, entries: Sequence[Entry], now: float) -> str:
         """For the log."""
         return f"{title_of(call)} has waited {_seconds(now - call.begun)} s for {self.reason(entries, now).text}"
 
-    def timeout_error(self, call: Call, reason: Reason, now: float) -> RequestTimeout:
+    def timeout_error(self, call: InFlight, reason: Reason, now: float) -> RequestTimeout:
         """What the caller is told at the deadline: whether anything of the call was sent, and whom it waits for."""
         outcome = self.outcome(call)
         sent = call.is_push and outcome == "unknown"
@@ -60,11 +60,11 @@ class Explainer:
         return RequestTimeout(text, outcome=outcome, waiting_for=reason.nodes)
 
     @staticmethod
-    def outcome(call: Call) -> Outcome:
+    def outcome(call: InFlight) -> Outcome:
         """What its error says of a call that ends now."""
         return "unknown" if call.may_have_happened else "not_sent"
 
-    def stuck_line(self, call: Call, entries: Sequence[Entry], now: float) -> str:
+    def stuck_line(self, call: InFlight, entries: Sequence[Entry], now: float) -> str:
         """A few words for the list of a deadlock. Of a barrier, the scheduler adds who is missing."""
         if any(isinstance(entry.send.message, Enter | StandBy) for entry in entries):
             return title_of(call)

@@ -21,13 +21,14 @@ from kvd.core.requests import Item, Transfer
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.express_flights import ExpressFlights
 from kvd.core.worker.flights import Flight
+from kvd.core.worker.in_flight import Steps
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.lane import Lane
 from kvd.core.worker.loads import ItemLoad
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.push_window import count_rounds
-from kvd.core.worker.steps import StepCounter, Steps
+from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.waits import Waits
 from kvd.protocol.messages import ADD, PushBatch
 

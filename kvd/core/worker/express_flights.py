@@ -15,12 +15,13 @@ from kvd.core.outbox import RETRY_FIRST_S
 from kvd.core.requests import Item, Versions
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.flights import Flight, Flights, Trip
+from kvd.core.worker.in_flight import NO_STEPS
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.lane import MOST_FLIGHTS, Lane
 from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.pulled_versions import note_versions
 from kvd.core.worker.push_window import count_rounds
-from kvd.core.worker.steps import NO_STEPS, StepCounter
+from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.waits import Waits
 from kvd.protocol.messages import ADD, Epoch, PushBatch
 from kvd.protocol.specs import KeySpec

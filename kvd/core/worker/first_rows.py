@@ -9,7 +9,7 @@ from functools import partial
 from kvd.core.machine import Received, Span
 from kvd.core.requests import Item
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.keys import WorkerKey
 from kvd.errors import KvdError
 from kvd.protocol.messages import StoreState
@@ -19,7 +19,7 @@ from kvd.protocol.messages import StoreState
 class _Filling:
     """A table whose rows are on their way."""
 
-    call: Call
+    call: InFlight
     key: WorkerKey
     item: Item
     remaining: int  # parts that lack some
@@ -32,7 +32,7 @@ class FirstRows:
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
 
-    def put(self, call: Call, key: WorkerKey, item: Item, ended: Callable[[KvdError | None], None]) -> None:
+    def put(self, call: InFlight, key: WorkerKey, item: Item, ended: Callable[[KvdError | None], None]) -> None:
         """Sends the pages of the item. `ended` is told once: when all are stored, or of the first error.
 
         A part takes one page after the other: a server takes a page that comes again for one that it has if a later one

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from kvd.core.machine import LocalCall, Peer, Received
+from kvd.core.worker.in_flight import Steps
 from kvd.core.worker.loads import Load
 from kvd.core.worker.message_plans import MessagePlan
-from kvd.core.worker.steps import Steps
 
 
 class Trip(Protocol):

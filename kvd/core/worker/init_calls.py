@@ -12,7 +12,8 @@ from functools import partial
 
 from kvd.core import requests
 from kvd.core.session import SchedulerSession
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.key_directory import KeyDirectory, Search, not_joined
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
@@ -26,7 +27,7 @@ from kvd.protocol.specs import KeySpec
 class _InitCall:
     """An InitKeys under way: what it wants, which of its keys are still to come, and the first error."""
 
-    call: Call
+    call: InFlight
     items: dict[WorkerKey, requests.Item]
     open: dict[WorkerKey, None]  # in their order
     error: KvdError | None = None
@@ -51,7 +52,7 @@ class InitCalls:
         making: KeyMaking,
         wake: Callable[[WorkerKey], None],
         fail_waiting: Callable[[WorkerKey, KvdError], bool],
-        afterwards: Callable[[WorkerKey, Call, Callable[[], None]], Callable[[], None]],
+        afterwards: Callable[[WorkerKey, InFlight, Callable[[], None]], Callable[[], None]],
     ) -> None:
         self._session = session
         self._view = session.view
@@ -64,7 +65,7 @@ class InitCalls:
         self._fail_waiting = fail_waiting
         self._afterwards = afterwards
 
-    def init_keys(self, call: Call, request: requests.InitKeys) -> None:
+    def init_keys(self, call: InFlight, request: requests.InitKeys) -> None:
         error = self._error(request)
         if error is not None or not request.items:
             self._calls.complete(call, error=error)
@@ -119,7 +120,7 @@ class InitCalls:
             init.call.let_go()
             self._calls.complete(init.call, error=init.error)
 
-    def _given_up(self, init: _InitCall, forget: Callable[[], None] | None, call: Call) -> None:
+    def _given_up(self, init: _InitCall, forget: Callable[[], None] | None, call: InFlight) -> None:
         """The caller waits no more. The calls behind find out themselves what became of the keys."""
         if forget is not None:
             forget()

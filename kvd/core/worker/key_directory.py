@@ -14,8 +14,9 @@ from kvd.core.machine import Received
 from kvd.core.membership import ViewState
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.clocks import WorkerClocks
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import HEADER_BUDGET, MessagePlans, header_nbytes
 from kvd.core.worker.participation import Participation
@@ -71,7 +72,7 @@ class KeyDirectory:
 
     # ── questions ──
 
-    def ask(self, call: Call | None, keys: Sequence[WorkerKey], search: Search, *, wait: bool) -> None:
+    def ask(self, call: InFlight | None, keys: Sequence[WorkerKey], search: Search, *, wait: bool) -> None:
         """Asks the homes of these keys. With `wait`, they answer when the keys are live.
 
         Args:
@@ -87,7 +88,7 @@ class KeyDirectory:
                     self._asker.ask_leader(call, home, question, partial(self._answered, call, some, search, wait))
 
     def _answered(
-        self, call: Call | None, keys: Sequence[WorkerKey], search: Search, wait: bool, event: Received
+        self, call: InFlight | None, keys: Sequence[WorkerKey], search: Search, wait: bool, event: Received
     ) -> None:
         message = event.message
         if not isinstance(message, KeyInfo) or len(message.keys) > len(keys):
@@ -137,7 +138,7 @@ class KeyDirectory:
         if not key.inits and self._fail_waiting(key, error):
             self.look_up([key], wait=True)
 
-    def describe(self, call: Call, request: requests.DescribeKey) -> None:
+    def describe(self, call: InFlight, request: requests.DescribeKey) -> None:
         """Completes the call with the spec of its key."""
         (key,) = call.keys
         self._calls.complete(call, key.spec)

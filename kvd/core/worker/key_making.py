@@ -14,8 +14,8 @@ from kvd.core.machine import Received, Span
 from kvd.core.membership import ViewState
 from kvd.core.requests import Item
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call
 from kvd.core.worker.first_rows import FirstRows
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.key_directory import by_home, in_messages
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_messages
@@ -31,7 +31,7 @@ Ended: TypeAlias = Callable[[WorkerKey, KvdError | None], None]
 class _Making:
     """Keys that are being made for a call, until they are published."""
 
-    call: Call
+    call: InFlight
     keys: list[WorkerKey]
     items: list[Item]  # of the keys
     ended: Ended  # told of each key when it is live, or cannot be made
@@ -51,7 +51,7 @@ class KeyMaking:
         self._first_rows = FirstRows(asker)
         self._creation = 0  # of the keys that are made next: larger than those of the keys known to be deleted
 
-    def make(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
+    def make(self, call: InFlight, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
         """Makes these keys with the values of the items. `ended` is told of each."""
         again = [(key, item) for key, item in wanted if key.is_publishing]
         fresh = [(key, item) for key, item in wanted if not key.is_publishing]
@@ -69,7 +69,7 @@ class KeyMaking:
 
     # ── the slices go to their servers ──
 
-    def _store(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
+    def _store(self, call: InFlight, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
         slice_bytes = self._view.settings.slice_bytes
         for key, item in wanted:
             assert item.spec is not None
@@ -148,7 +148,7 @@ class KeyMaking:
 
     # ── and are published ──
 
-    def _publish(self, call: Call, keys: Sequence[WorkerKey], making: _Making) -> None:
+    def _publish(self, call: InFlight, keys: Sequence[WorkerKey], making: _Making) -> None:
         def published(key: WorkerKey, error: KvdError | None) -> None:
             if error is None:
                 key.move_to(KeyState.READY)
@@ -160,7 +160,7 @@ class KeyMaking:
             key.is_publishing = True
         self._ask_to_publish(call, keys, published)
 
-    def _ask_to_publish(self, call: Call, keys: Sequence[WorkerKey], published: Ended) -> None:
+    def _ask_to_publish(self, call: InFlight, keys: Sequence[WorkerKey], published: Ended) -> None:
         """Asks the homes of the keys. `published` is told of each key."""
 
         def answered(some: Sequence[WorkerKey], event: Received) -> None:
@@ -178,7 +178,7 @@ class KeyMaking:
                 message = Publish(0, specs, named, some[0].creation)
                 self._asker.ask_leader(call, home, message, partial(answered, some))
 
-    def _publish_again(self, call: Call, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
+    def _publish_again(self, call: InFlight, wanted: Sequence[tuple[WorkerKey, Item]], ended: Ended) -> None:
         """An earlier init was given up when only the answer to its Publish was missing. Others may use its values
         already."""
         items = {key: item for key, item in wanted}  # noqa: C416  a dict of pairs

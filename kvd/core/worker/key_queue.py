@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 from kvd.core import requests
 from kvd.core.membership import name_of
 from kvd.core.session import SchedulerSession
-from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import WAITING, InFlight
 from kvd.core.worker.key_directory import LookUp
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
@@ -23,7 +24,7 @@ from kvd.errors import KeyNotFound, KvdError, NodeLost, NotAllowed
 
 UNKNOWN, ASKING, READY, DELETING, LOST = KeyState  # the hot path compares: one look-up instead of two
 
-Start: TypeAlias = Callable[[Call, Any], KvdError | None]
+Start: TypeAlias = Callable[[InFlight, Any], KvdError | None]
 
 
 class KeyQueue:
@@ -59,7 +60,7 @@ class KeyQueue:
     # ── calls in ──
 
     def enter_transfer(
-        self, call: Call, transfer: requests.Transfer | requests.Read | requests.Survey | requests.Capture
+        self, call: InFlight, transfer: requests.Transfer | requests.Read | requests.Survey | requests.Capture
     ) -> None:
         """Starts a call that moves values, or asks for their versions; or queues it, if a key has earlier calls or does
         not let it start."""
@@ -72,17 +73,17 @@ class KeyQueue:
         else:
             self._enqueue(call)
 
-    def enter(self, call: Call, request: requests.DescribeKey | requests.ClockOf | requests.SliceControl) -> None:
+    def enter(self, call: InFlight, request: requests.DescribeKey | requests.ClockOf | requests.SliceControl) -> None:
         """The same for a call on one key that moves no values."""
         call.set_keys([self._keys.get_or_add(request.key)])
         self._enqueue(call, wait=isinstance(request, requests.DescribeKey) and request.wait)
 
-    def enter_deletion(self, call: Call, keys: Sequence[WorkerKey]) -> None:
+    def enter_deletion(self, call: InFlight, keys: Sequence[WorkerKey]) -> None:
         """The same for the deletion of keys, which waits until no earlier call on them is under way."""
         call.set_keys(keys)
         self._enqueue(call)
 
-    def _can_start_at_once(self, call: Call) -> bool:
+    def _can_start_at_once(self, call: InFlight) -> bool:
         limit, is_push = self._view.settings.rounds_ahead, call.is_push
         if is_push and self._pushes.holds_back(call):
             return False
@@ -93,7 +94,7 @@ class KeyQueue:
                 return False
         return len(call.keys) < 2 or len(set(call.keys)) == len(call.keys)
 
-    def _enqueue(self, call: Call, *, wait: bool = False) -> None:
+    def _enqueue(self, call: InFlight, *, wait: bool = False) -> None:
         for key in call.keys:
             key.leave_group()  # it is not at rest
             key.queue.append(call)
@@ -112,7 +113,7 @@ class KeyQueue:
         while key.queue and self._try_start(key.queue[0]):
             pass
 
-    def _try_start(self, call: Call) -> bool:
+    def _try_start(self, call: InFlight) -> bool:
         """Starts the call if it is the first in the queues of all its keys, and they let it."""
         if call.state is not WAITING or self._must_wait(call):
             return False
@@ -125,7 +126,7 @@ class KeyQueue:
                 self.wake(key)
         return True
 
-    def _must_wait(self, call: Call) -> bool:
+    def _must_wait(self, call: InFlight) -> bool:
         """Looks first at the key that the call waited for last: as its keys become ready one after the other, this
         looks at each of them once, and not at all of them each time."""
         keys, first = call.keys, call.blocker
@@ -136,7 +137,7 @@ class KeyQueue:
                 return True
         return False
 
-    def _key_must_wait(self, call: Call, key: WorkerKey, *, is_held: bool) -> bool:
+    def _key_must_wait(self, call: InFlight, key: WorkerKey, *, is_held: bool) -> bool:
         if key.state is UNKNOWN or key.state is ASKING or key.queue[0] is not call:
             return True
         if key.state is LOST and key.inits:
@@ -167,7 +168,7 @@ class KeyQueue:
             for key in list(self._keys.by_name.values()):
                 self.wake(key)
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: InFlight) -> None:
         """Starts the call, or completes it with the reason why it cannot."""
         error = self._key_error(call)
         if error is None:
@@ -177,7 +178,7 @@ class KeyQueue:
             if call.is_push:
                 self._pushes.settle(call)
 
-    def _key_error(self, call: Call) -> KvdError | None:
+    def _key_error(self, call: InFlight) -> KvdError | None:
         """Why the call cannot start, as far as its keys say."""
         for key in call.keys:
             if key.state is LOST:
@@ -194,7 +195,7 @@ class KeyQueue:
 
     # ── calls that end before they start ──
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: InFlight) -> None:
         """The caller waits no more: the call leaves its queues."""
         for key in call.keys:
             if call in key.queue:
@@ -216,12 +217,12 @@ class KeyQueue:
                 self._calls.abandon(call, error)
         return some_wait
 
-    def _was_deleted_before(self, call: Call, key: WorkerKey) -> bool:
+    def _was_deleted_before(self, call: InFlight, key: WorkerKey) -> bool:
         """Whether the call deletes a key that this worker has deleted, or its predecessor may have."""
         is_deletion = isinstance(call.request, requests.DeleteKeys)
         return is_deletion and (key.creation > 0 or self._session.predecessor is not None)
 
-    def _leave_out(self, call: Call, key: WorkerKey) -> None:
+    def _leave_out(self, call: InFlight, key: WorkerKey) -> None:
         """The call goes on without the key."""
         key.queue.remove(call)
         call.set_keys([other for other in call.keys if other is not key])

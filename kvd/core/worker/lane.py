@@ -24,12 +24,13 @@ from kvd.core.outbox import RETRY_FIRST_S, Outbox
 from kvd.core.requests import Item
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.flights import Flight, Flights
+from kvd.core.worker.in_flight import NO_STEPS
 from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.loads import Loads
 from kvd.core.worker.looks import NEVER
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans
 from kvd.core.worker.servers import Servers
-from kvd.core.worker.steps import NO_STEPS, StepCounter
+from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.stillness import Stillness
 from kvd.core.worker.waits import Waits
 from kvd.protocol.messages import ABSENT, Done, HeartbeatAck, PullBatch, PushBatch, Staged, Values

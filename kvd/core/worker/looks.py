@@ -5,7 +5,7 @@ wait inside the store (Census, CensusTaken); then the scheduler is told, and say
 WaitNews). Questions that get lost are not repeated: after a second the look goes on without the answer.
 
 The scheduler also hears whether this worker is blocked. If all are, it has them look again; if nothing has happened
-between the two looks, nobody can move (`kvd.core.scheduler.deadlocks`).
+between the two looks, nobody can move (`kvd.core.scheduler.barriers.deadlocks`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from kvd.core.outbox import Outbox
 from kvd.core.session import SchedulerSession, SessionState
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.blockers import Blockers
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.explanations import Explainer
 from kvd.core.worker.holds import ANSWER_S, Holds
+from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.servers import NOT_CONNECTED
 from kvd.protocol.messages import (
@@ -122,7 +123,7 @@ class Looks:
         explainer: Explainer,
         emit: Callable[[Effect], None],
         done: Callable[[float], None],
-        stuck: Callable[[Sequence[Call], tuple[str, ...], float], None],
+        stuck: Callable[[Sequence[InFlight], tuple[str, ...], float], None],
     ) -> None:
         self._session = session
         self._outbox = outbox
@@ -217,7 +218,7 @@ class Looks:
         self._holds.asked(SCHEDULER, now)
         self._emit(Send(SCHEDULER, report))
 
-    def _is_blocked(self, waiting: Sequence[Call], blockers: Blockers) -> bool:
+    def _is_blocked(self, waiting: Sequence[InFlight], blockers: Blockers) -> bool:
         """Whether nothing of this worker is under way: all that it has asked waits for other workers, and the calls
         that its threads wait for, which have no deadline of their own, wait for some of that. An offer of its state
         changes nothing: whoever wants one is not blocked."""

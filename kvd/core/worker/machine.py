@@ -38,7 +38,7 @@ from kvd.core.places import START, Inheritance, Stopped
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.barriers import BarrierCalls
-from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.captures import Captures
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.connections import Connections
@@ -47,6 +47,7 @@ from kvd.core.worker.deletions import Deletions
 from kvd.core.worker.express import Express
 from kvd.core.worker.express_flights import ExpressFlights
 from kvd.core.worker.flights import Flights
+from kvd.core.worker.in_flight import WAITING, InFlight
 from kvd.core.worker.init_calls import InitCalls
 from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_making import KeyMaking
@@ -171,7 +172,7 @@ class WorkerMachine:
         self._validated = (session, keys, calls, outbox, queue, self._waits, deletions, self._lane)
         barriers = BarrierCalls(asker, calls)
         returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
-        self._call_table: dict[type[Any], Callable[[Call, Any], None]] = {
+        self._call_table: dict[type[Any], Callable[[InFlight, Any], None]] = {
             requests.Transfer: queue.enter_transfer,
             requests.Read: queue.enter_transfer,
             requests.Survey: queue.enter_transfer,

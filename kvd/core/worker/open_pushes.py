@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvd.core import requests
-from kvd.core.worker.calls import WAITING, Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import WAITING, InFlight
 from kvd.core.worker.keys import WorkerKey
 from kvd.errors import KvdError, NodeLost
 
@@ -16,7 +17,7 @@ from kvd.errors import KvdError, NodeLost
 class _Flush:
     """A flush, and how many of its pushes are still open."""
 
-    call: Call
+    call: InFlight
     request: requests.Flush
     remaining: int
 
@@ -36,13 +37,13 @@ class OpenPushes:
         self._calls = calls
         self._wake = wake
         self._holds_back = False  # a push may wait for those of an earlier place
-        self._flushes: dict[Call, tuple[_Flush, ...]] = {}  # of every open push: who waits for it
+        self._flushes: dict[InFlight, tuple[_Flush, ...]] = {}  # of every open push: who waits for it
 
     def __len__(self) -> int:
         return len(self._flushes)
 
     @property
-    def oldest(self) -> Call | None:
+    def oldest(self) -> InFlight | None:
         """The open push that was accepted first."""
         return next(iter(self._flushes), None)
 
@@ -50,18 +51,18 @@ class OpenPushes:
         """Whether a push was not started yet: it waits for earlier calls on its keys."""
         return any(push.state is WAITING for push in self._flushes)
 
-    def open(self) -> list[Call]:
+    def open(self) -> list[InFlight]:
         """All of them, in the order of their acceptance."""
         return list(self._flushes)
 
-    def awaited_by(self, flush: Call) -> list[Call]:
+    def awaited_by(self, flush: InFlight) -> list[InFlight]:
         """Those that a flush still waits for."""
         return [push for push, flushes in self._flushes.items() if any(entry.call is flush for entry in flushes)]
 
-    def accept(self, push: Call) -> None:
+    def accept(self, push: InFlight) -> None:
         self._flushes[push] = ()
 
-    def settle(self, push: Call) -> None:
+    def settle(self, push: InFlight) -> None:
         """The push is answered, or was never started: completes the flushes that waited for it alone, and lets the
         pushes of the next place start if it was the last of its own."""
         for flush in self._flushes.pop(push, ()):
@@ -69,7 +70,7 @@ class OpenPushes:
         if self._holds_back:
             self._release(push.place)
 
-    def keep(self, push: Call, error: KvdError) -> None:
+    def keep(self, push: InFlight, error: KvdError) -> None:
         """The servers keep the push, and refused to let its caller wait with `error`, a NodeLost if a worker of its
         round is dead: flushes that do not wait for such pushes go on, or end."""
         push.is_kept = True
@@ -83,7 +84,7 @@ class OpenPushes:
 
     # ── one place after the other ──
 
-    def holds_back(self, push: Call) -> bool:
+    def holds_back(self, push: InFlight) -> bool:
         """Whether the push waits for one that was made at an earlier place."""
         first = next(iter(self._flushes))  # it is open itself
         if first.place == push.place:
@@ -112,7 +113,7 @@ class OpenPushes:
 
     # ── flushes ──
 
-    def flush(self, call: Call, request: requests.Flush) -> None:
+    def flush(self, call: InFlight, request: requests.Flush) -> None:
         """Completes the call when every push that is open now is settled."""
         pushes = [push for push in self._flushes if request.kept or not push.is_kept]
         if not pushes:

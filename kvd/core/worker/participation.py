@@ -9,7 +9,8 @@ from kvd.core.places import PlaceKind, kind_of
 from kvd.core.pseudonyms import pseudonym
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import InFlight
 from kvd.errors import KvdError, NotAllowed, NotResumed
 from kvd.protocol.messages import NO_VIEW, Departure, Epoch, Leave, MemberState, TakePart, Taking
 
@@ -80,7 +81,7 @@ class Participation:
             )
         return NotAllowed("this worker has left the rounds (join or close): it pushes no more")
 
-    def leave(self, call: Call, request: requests.Depart) -> None:
+    def leave(self, call: InFlight, request: requests.Depart) -> None:
         if self.is_observer:
             self._session.close()
             self._calls.complete(call)

@@ -10,7 +10,8 @@ from kvd.core import requests
 from kvd.core.machine import Copy, Effect, Received
 from kvd.core.membership import ViewState
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.calls import CallBook
+from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.core.worker.keys import KeyState
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, lists_of_slices
 from kvd.core.worker.servers import Servers
@@ -22,7 +23,7 @@ from kvd.protocol.messages import MemberState, ReadDone, ReadSlices, Survey, Sur
 class _Progress:
     """How far a Read has come."""
 
-    call: Call
+    call: InFlight
     read: requests.Read
     versions: list[requests.Versions | None]  # so far, one per item
     remaining: int  # messages that are not answered
@@ -56,7 +57,7 @@ class Readings:
 
     # ── which steps there are ──
 
-    def survey(self, call: Call, request: requests.Survey) -> KvdError | None:
+    def survey(self, call: InFlight, request: requests.Survey) -> KvdError | None:
         """Completes the call with the answers of all servers that lead a part of its keys."""
         if call.keys:
             lists = lists_of_slices(call.keys)
@@ -78,7 +79,7 @@ class Readings:
 
     # ── the values of a step ──
 
-    def read(self, call: Call, read: requests.Read) -> KvdError | None:
+    def read(self, call: InFlight, read: requests.Read) -> KvdError | None:
         """Asks for the values; or says why it cannot."""
         for key, item in zip(call.keys, read.items, strict=True):
             try:
@@ -120,7 +121,7 @@ class Readings:
         if progress.remaining == 0:
             self._end(progress, progress.versions)
 
-    def _look_again(self, call: Call, error: KvdError | None) -> None:
+    def _look_again(self, call: InFlight, error: KvdError | None) -> None:
         """No reader is asked before keys are deleted: when it meets a deletion, its next call looks them up again."""
         if isinstance(error, KeyNotFound):
             for key in call.keys:
@@ -136,7 +137,7 @@ class Readings:
         for partition in asked.values():
             self._asker.ask_leader(None, partition, ReadDone(0, progress.read.number), lambda event: None)
 
-    def stop(self, call: Call, request: requests.StopReading) -> None:
+    def stop(self, call: InFlight, request: requests.StopReading) -> None:
         """Ends a read whose step does not come."""
         progress, is_stuck = self._open, False
         if progress is not None and progress.read.number == request.number and progress.call.state is not COMPLETED:

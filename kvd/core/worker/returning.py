@@ -24,8 +24,9 @@ from kvd.core.membership import TAKING_PART
 from kvd.core.places import START, PlaceKind, kind_of, place_of, step_of
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.clocks import WorkerClocks
+from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
@@ -68,7 +69,7 @@ class Returning:
         self._participation = participation
         self._clocks = clocks
 
-    def take_part_again(self, call: Call, request: requests.TakePartAgain) -> None:
+    def take_part_again(self, call: InFlight, request: requests.TakePartAgain) -> None:
         """Completes the call with a Returned."""
         call.start()
         if not self._participation.is_apart:
@@ -83,7 +84,7 @@ class Returning:
 
     # ── 1: where are the others? ──
 
-    def _found(self, call: Call, request: requests.TakePartAgain, where: _Whereabouts) -> None:
+    def _found(self, call: InFlight, request: requests.TakePartAgain, where: _Whereabouts) -> None:
         early = self._too_early_or_late(request, where.place)
         if early is None:
             self._tell_scheduler(call, request)
@@ -110,7 +111,7 @@ class Returning:
         ]
         return not any(state in (*TAKING_PART, MemberState.DEAD) for state in others)
 
-    def _where_are(self, call: Call, then: Then, *, frozen: bool) -> None:
+    def _where_are(self, call: InFlight, then: Then, *, frozen: bool) -> None:
         def answered(answers: list[Received], error: KvdError | None) -> None:
             if error is not None:
                 self._failed(call, error)
@@ -120,13 +121,15 @@ class Returning:
 
         self._ask_leaders(call, WhereAre(0, frozen), answered)
 
-    def _ask_leaders(self, call: Call, message: Any, then: Callable[[list[Received], KvdError | None], None]) -> None:
+    def _ask_leaders(
+        self, call: InFlight, message: Any, then: Callable[[list[Received], KvdError | None], None]
+    ) -> None:
         leaders = [self._asker.to_leader(partition, message) for partition in self._view.partition_numbers()]
         self._asker.ask_all(call, leaders, then)
 
     # ── 2, 3: the rounds wait for this worker ──
 
-    def _tell_scheduler(self, call: Call, request: requests.TakePartAgain) -> None:
+    def _tell_scheduler(self, call: InFlight, request: requests.TakePartAgain) -> None:
         is_alone = self._is_alone()
         self._participation.begin_return()
         call.hold(self._given_up)
@@ -143,7 +146,7 @@ class Returning:
 
         self._asker.ask(call, SCHEDULER, TakePart(0, Taking.IN), answered)
 
-    def _frozen(self, call: Call, request: requests.TakePartAgain, where: _Whereabouts, *, is_alone: bool) -> None:
+    def _frozen(self, call: InFlight, request: requests.TakePartAgain, where: _Whereabouts, *, is_alone: bool) -> None:
         """The next step is one that nobody has begun, this worker included: a push of its own that did not count may
         still be on its way."""
         loop = request.loop
@@ -162,7 +165,7 @@ class Returning:
 
     # ── 4, 5: from which step, under which clocks ──
 
-    def _step_into(self, call: Call, into: StepInto, place: int) -> None:
+    def _step_into(self, call: InFlight, into: StepInto, place: int) -> None:
         def answered(answers: list[Received], error: KvdError | None) -> None:
             if error is not None:
                 self._failed(call, error)
@@ -172,7 +175,7 @@ class Returning:
 
         self._ask_leaders(call, into, answered)
 
-    def _take_clocks(self, call: Call, keys: Sequence[WorkerKey], step: int, place: int) -> None:
+    def _take_clocks(self, call: InFlight, keys: Sequence[WorkerKey], step: int, place: int) -> None:
         """One key after the other, as a look-up does."""
         if not keys:
             how = requests.Return.NOW if self._participation.come_back(place) else requests.Return.LATER
@@ -190,7 +193,7 @@ class Returning:
 
         self._clocks.take_again(key, taken)
 
-    def _failed(self, call: Call, error: KvdError) -> None:
+    def _failed(self, call: InFlight, error: KvdError) -> None:
         if self._participation.is_returning:
             self._participation.step_out()
             if isinstance(error, NotAllowed):  # it was lost or late once more meanwhile
@@ -198,7 +201,7 @@ class Returning:
                 return
         self._calls.complete(call, error=error)
 
-    def _given_up(self, call: Call) -> None:
+    def _given_up(self, call: InFlight) -> None:
         """The caller waits no more."""
         if self._participation.is_returning:
             self._participation.step_out()

@@ -24,8 +24,9 @@ from kvd.core.machine import SCHEDULER, Received
 from kvd.core.places import PlaceKind, place_of
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
-from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.clocks import WorkerClocks
+from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.core.worker.keys import KeyState, KeyTable
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
@@ -69,7 +70,7 @@ class StandingBy:
         self._participation = participation
         self._clocks = clocks
         self._predecessor = predecessor
-        self._call: Call | None = None  # that waits
+        self._call: InFlight | None = None  # that waits
         self._said: StandBy | None = None  # where it waits: the scheduler may forget it
         self._generations: dict[str, int] = {}  # by name: the one that comes next
         self._passed: list[StandBy] = []  # the points that this program has passed, for a scheduler without its record
@@ -78,7 +79,7 @@ class StandingBy:
 
     # ── to the point ──
 
-    def stand_by(self, call: Call, request: requests.StandBy) -> None:
+    def stand_by(self, call: InFlight, request: requests.StandBy) -> None:
         """Completes the call with the number of steps after which all go on."""
         part = self._participation
         if self._pushes or self._call is not None:
@@ -100,12 +101,14 @@ class StandingBy:
         call.hold(self._given_up)
         self._asker.ask(call, SCHEDULER, said, partial(self._answered, call, request, said, was_in))
 
-    def _given_up(self, call: Call) -> None:
+    def _given_up(self, call: InFlight) -> None:
         """The caller waits no more. The worker still stands by."""
         self._call = None
         self._lacking = None
 
-    def _answered(self, call: Call, request: requests.StandBy, said: StandBy, was_in: bool, event: Received) -> None:
+    def _answered(
+        self, call: InFlight, request: requests.StandBy, said: StandBy, was_in: bool, event: Received
+    ) -> None:
         error = self._asker.error_of(event)
         message = event.message
         if error is not None or not isinstance(message, Together):
@@ -123,7 +126,7 @@ class StandingBy:
 
     # ── all have come ──
 
-    def _go_on(self, call: Call, said: StandBy, together: Together) -> None:
+    def _go_on(self, call: InFlight, said: StandBy, together: Together) -> None:
         place, stopped = place_of(PlaceKind.OUTSIDE, together.steps), self._predecessor.place
         if self._participation.is_apart or stopped > place:
             self._passed_by(call, said, together)
@@ -134,7 +137,7 @@ class StandingBy:
         else:
             self._come_to(call, said, together)
 
-    def _ask_leaders(self, call: Call, message: WhereAre | StepInto | ComeTo, then: Callable[[], None]) -> None:
+    def _ask_leaders(self, call: InFlight, message: WhereAre | StepInto | ComeTo, then: Callable[[], None]) -> None:
         leaders = [self._asker.to_leader(partition, message) for partition in self._view.partition_numbers()]
 
         def answered(answers: list[Received], error: KvdError | None) -> None:
@@ -149,7 +152,7 @@ class StandingBy:
 
         self._asker.ask_all(call, leaders, answered)
 
-    def _take_clocks(self, call: Call, said: StandBy, together: Together) -> None:
+    def _take_clocks(self, call: InFlight, said: StandBy, together: Together) -> None:
         ready = [key for key in self._keys.by_name.values() if key.state is KeyState.READY]
         left = len(ready)
         failed: KvdError | None = None
@@ -171,7 +174,7 @@ class StandingBy:
         if not ready:
             self._level(call, said, together)
 
-    def _level(self, call: Call, said: StandBy, together: Together) -> None:
+    def _level(self, call: InFlight, said: StandBy, together: Together) -> None:
         """In async mode nobody pushes before all have the clocks of the farthest."""
         if self._view.is_sync or self._view.settings.staleness < 0:
             self._come_to(call, said, together)
@@ -188,7 +191,7 @@ class StandingBy:
 
         self._asker.ask(call, SCHEDULER, Enter(0, name, said.generation), met)
 
-    def _come_to(self, call: Call, said: StandBy, together: Together) -> None:
+    def _come_to(self, call: InFlight, said: StandBy, together: Together) -> None:
         """If no other worker has made more steps, the program is where it has said that it is; and a program that was
         here before may have pushed since."""
         place = place_of(PlaceKind.OUTSIDE, together.steps)
@@ -197,13 +200,13 @@ class StandingBy:
             return
         self._ask_leaders(call, ComeTo(0, place), partial(self._passed_by, call, said, together))
 
-    def _passed_by(self, call: Call, said: StandBy, together: Together) -> None:
+    def _passed_by(self, call: InFlight, said: StandBy, together: Together) -> None:
         self._generations[said.name] = said.generation + 1
         self._passed.append(StandBy(0, said.name, said.generation, together.steps, Standing.KNOWS))
         self._participation.come_together()
         self._end(call, max(said.steps, together.steps))
 
-    def _end(self, call: Call, result: int | None = None, error: KvdError | None = None) -> None:
+    def _end(self, call: InFlight, result: int | None = None, error: KvdError | None = None) -> None:
         self._call = None
         call.let_go()
         self._calls.complete(call, result, error)

@@ -8,20 +8,9 @@ often, or was made later, has smaller clocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from kvd.core.worker.calls import Call
+from kvd.core.worker.in_flight import InFlight, Steps
 from kvd.core.worker.open_pushes import OpenPushes
-
-
-class Steps(NamedTuple):
-    """What a push says of the steps of its worker: its own, and the newest one whose pushes are all settled."""
-
-    step: int
-    settled: int
-
-
-NO_STEPS = Steps(0, 0)  # of a pull
 
 
 class StepCounter:
@@ -33,12 +22,12 @@ class StepCounter:
         self._said: Steps | None = None
         self._first = 0  # in which this incarnation pushed; of earlier ones it knows nothing
 
-    def queued(self, call: Call) -> None:
+    def queued(self, call: InFlight) -> None:
         """A push waits for its turn. It belongs to the step in which it was made, whatever is started before it."""
         clocks = [key.window.clock + sum(1 for waiting in key.queue if waiting.is_push) for key in call.keys]
         call.step = self._newest = max(self._newest, *clocks)
 
-    def begin(self, call: Call, clocks: Sequence[int]) -> Steps:
+    def begin(self, call: InFlight, clocks: Sequence[int]) -> Steps:
         """A push starts under these clocks, or has started in the lane: see `repeat`."""
         said, self._said = self._said, None
         if said is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from kvd.core import requests
@@ -11,15 +11,15 @@ from kvd.core.machine import Copy, Effect, Received, Send, Span
 from kvd.core.membership import ViewState
 from kvd.core.outbox import Entry, Outbox
 from kvd.core.worker.asking import Asker, is_kept
-from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.codings import coding_of, comes_encoded, fits, method_of
+from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.core.worker.keys import KeyState, WorkerKey
 from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_rows, plan_slices
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.pulled_versions import note_versions
 from kvd.core.worker.push_window import (
-    PushWindow,
     begin_pulls,
     begin_pushes,
     begin_reads,
@@ -29,7 +29,7 @@ from kvd.core.worker.push_window import (
     settle_pushes,
 )
 from kvd.core.worker.servers import Servers
-from kvd.core.worker.steps import NO_STEPS, StepCounter, Steps
+from kvd.core.worker.steps import StepCounter
 from kvd.errors import (
     DtypeMismatch,
     KeyNotFound,
@@ -63,29 +63,6 @@ UNPUSHED = (
     "Nothing was sent, and the other workers still wait for this call: repeat it with values that fit (a push of zeros "
     "adds nothing) before the next step, or each later push of this worker counts one round late"
 )
-
-
-@dataclass(slots=True, eq=False)
-class TransferProgress:
-    """How far a push or pull has come; it outlives the deadline of its call.
-
-    Invariants:
-        While remaining > 0, each window has an open push for it if it pushes.
-        While pulling is not empty, each window has its clock in `pulling`.
-        error is set once a message was refused.
-    """
-
-    call: Call
-    transfer: requests.Transfer
-    windows: list[PushWindow]  # of the call's keys
-    versions: list[requests.Versions | None]  # pulled so far, one per item
-    remaining: int  # messages that are not answered
-    steps: Steps = NO_STEPS  # of a push
-    pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
-    is_reading: bool = False  # it is counted in `reading` of the windows
-    is_untaken: bool = True  # so far no server has taken any of it
-    counts: bool = True  # so far it counts in every slice
-    error: KvdError | None = None  # the first
 
 
 def say_unpushed(error: RemoteError, view: ViewState) -> None:
@@ -131,7 +108,7 @@ class Transfer:
 
     # ── messages out ──
 
-    def start(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
+    def start(self, call: InFlight, transfer: requests.Transfer) -> KvdError | None:
         """Gives every item its clock, and puts the messages of the call into the outbox; or says why it cannot."""
         error = self._error(call, transfer)
         if error is not None:
@@ -145,12 +122,13 @@ class Transfer:
         call.start()
         windows = [key.window for key in call.keys]
         plans = self._plans_of(call, transfer) if transfer.push or transfer.pull else ()
-        progress = TransferProgress(call, transfer, windows, [None] * len(windows), len(plans), counts=not is_left_out)
+        call.transfer, call.windows, call.versions = transfer, windows, [None] * len(windows)
+        call.remaining, call.counts = len(plans), not is_left_out
         takes_newest = transfer.any_version or not self._participation.in_rounds
         clocks: Sequence[int]
         if transfer.push:
             clocks = begin_pushes(windows)
-            progress.steps = self._steps.begin(call, clocks)
+            call.steps = self._steps.begin(call, clocks)
             if transfer.sets_out is not None:
                 transfer.sets_out(clocks)
         elif takes_newest:
@@ -159,24 +137,24 @@ class Transfer:
             clocks = [window.clock for window in windows]
         if transfer.pull and self._view.is_sync and (transfer.push or not takes_newest):
             begin_pulls(windows)
-            progress.pulling = clocks
+            call.pulling = clocks
             if not transfer.push:
-                call.hold(partial(self._release, progress))
+                call.hold(self._release)
         elif transfer.pull and not transfer.push:
             begin_reads(windows)
-            progress.is_reading = True
-            call.hold(partial(self._release, progress))
+            call.is_reading = True
+            call.hold(self._release)
         shared = clocks[0] if clocks and clocks.count(clocks[0]) == len(clocks) else None
         for plan in plans:
             if shared is None or plan.is_alone or not self._plans.use(plan, is_push=transfer.push):
-                self._send_parts(progress, plan, clocks)
+                self._send_parts(call, plan, clocks)
             else:
-                self._send_batch(progress, plan, shared)
+                self._send_batch(call, plan, shared)
         if not plans:
-            self._settle(progress)
+            self._settle(call)
         return None
 
-    def _plans_of(self, call: Call, transfer: requests.Transfer) -> Sequence[MessagePlan]:
+    def _plans_of(self, call: InFlight, transfer: requests.Transfer) -> Sequence[MessagePlan]:
         """Parts of tables, and slices that are decoded on one side, travel one by one, so that the sizes of others do
         not matter."""
         if not transfer.cast and not transfer.some_encoded and not transfer.some_rows and transfer.takes is None:
@@ -194,7 +172,7 @@ class Transfer:
             *self._plans.of(keys, without=(*tables, *coded)),
         ]
 
-    def _error(self, call: Call, transfer: requests.Transfer) -> KvdError | None:
+    def _error(self, call: InFlight, transfer: requests.Transfer) -> KvdError | None:
         if transfer.push:
             if not self._participation.in_rounds and not self._participation.leaves_out(transfer.place):
                 return self._participation.push_error()
@@ -215,8 +193,9 @@ class Transfer:
                     return error
         return None
 
-    def _send_parts(self, progress: TransferProgress, plan: MessagePlan, clocks: Sequence[int]) -> None:
-        transfer = progress.transfer
+    def _send_parts(self, call: InFlight, plan: MessagePlan, clocks: Sequence[int]) -> None:
+        transfer = call.transfer
+        assert transfer is not None
         parts = tuple(
             [
                 Part(key, index, clocks[item], creation)
@@ -225,32 +204,33 @@ class Transfer:
         )
         number = self._asker.number()
         if transfer.push:
-            step, settled = progress.steps
+            step, settled = call.steps
             push = Push(
                 number,
                 parts,
                 transfer.how,
                 transfer.samples,
                 transfer.pull,
-                coding=coding_of(progress.call.keys[plan.items[0]], transfer.items[plan.items[0]], plan),
+                coding=coding_of(call.keys[plan.items[0]], transfer.items[plan.items[0]], plan),
                 step=step,
                 settled=settled,
                 place=transfer.place,
             )
-            self._send(progress, plan, push)
+            self._send(call, plan, push)
         elif transfer.items[plan.items[0]].ranges is not None:
-            self._send(progress, plan, PullRows(number, parts[0]))
+            self._send(call, plan, PullRows(number, parts[0]))
         else:
             takes = transfer.takes.compressor if transfer.takes is not None and plan.is_alone else ""
-            self._send(progress, plan, Pull(number, parts, takes))
+            self._send(call, plan, Pull(number, parts, takes))
 
-    def _send_batch(self, progress: TransferProgress, plan: MessagePlan, clock: int) -> None:
-        transfer = progress.transfer
+    def _send_batch(self, call: InFlight, plan: MessagePlan, clock: int) -> None:
+        transfer = call.transfer
+        assert transfer is not None
         if plan.declared_to != self._servers.peer_of(plan.partition):
             self.declare(plan, transfer.priority)
         number = self._asker.number()
         if transfer.push:
-            step, settled = progress.steps
+            step, settled = call.steps
             message = PushBatch(
                 number,
                 plan.batch,
@@ -262,9 +242,9 @@ class Transfer:
                 settled=settled,
                 place=transfer.place,
             )
-            self._send(progress, plan, message)
+            self._send(call, plan, message)
         else:
-            self._send(progress, plan, PullBatch(number, plan.batch, clock))
+            self._send(call, plan, PullBatch(number, plan.batch, clock))
 
     def declare(self, plan: MessagePlan, priority: int) -> None:
         """Tells the server what is in the batch, ahead of the message that names it."""
@@ -274,10 +254,10 @@ class Transfer:
         entry = Entry(Send(server, message), lambda event: None, priority=priority, topic=plan.partition)
         self._outbox.add(entry)
 
-    def _send(
-        self, progress: TransferProgress, plan: MessagePlan, message: Push | Pull | PullRows | PushBatch | PullBatch
-    ) -> None:
-        transfer, items = progress.transfer, progress.transfer.items
+    def _send(self, call: InFlight, plan: MessagePlan, message: Push | Pull | PullRows | PushBatch | PullBatch) -> None:
+        transfer = call.transfer
+        assert transfer is not None
+        items = transfer.items
         payload: tuple[Span, ...] = ()
         if isinstance(message, PullRows) or (transfer.push and transfer.how != ABSENT):
             payload = plan.payload_of(items, transfer.whole)
@@ -287,23 +267,24 @@ class Transfer:
         self._outbox.add(
             Entry(
                 Send(self._servers.peer_of(plan.partition), message, payload),
-                partial(self._answered, progress, plan),
+                partial(self._answered, call, plan),
                 nbytes,
                 transfer.priority,
                 plan.slice_ids if transfer.push else (),
                 plan,
-                progress.call.entries,
+                call.entries,
             )
         )
 
     # ── answers in ──
 
-    def _answered(self, progress: TransferProgress, plan: MessagePlan, event: Received) -> None:
+    def _answered(self, call: InFlight, plan: MessagePlan, event: Received) -> None:
         """An answer to one message of a transfer."""
-        message, transfer, call = event.message, progress.transfer, progress.call
+        message, transfer = event.message, call.transfer
+        assert transfer is not None
         error: KvdError | None = None
         if isinstance(message, Uncounted) and transfer.push:
-            progress.counts = False
+            call.counts = False
             self._participation.left_out(event.epoch)
         if (
             isinstance(message, Values | Uncounted)
@@ -313,7 +294,7 @@ class Transfer:
             and (isinstance(message, Uncounted) or fits(call.keys[plan.items[0]], plan, message.coding))
             and len(message.versions) in (1, len(plan.slice_ids))
         ):
-            self._copy_values(progress, plan, message, event)
+            self._copy_values(call, plan, message, event)
         elif isinstance(message, Refused):
             error = self._asker.error_of(event)
             if error is not None and transfer.push and is_kept(message):  # it is answered later
@@ -321,67 +302,65 @@ class Transfer:
                 self._calls.complete(call, error=error)
                 return
             if message.taken is not Taken.NOTHING:
-                progress.is_untaken = False
+                call.is_untaken = False
             if isinstance(error, KeyNotFound) and not self._participation.in_rounds:
                 self._forget_deleted(call.keys)
         elif not isinstance(message, Done | Uncounted) or transfer.pull:
             error = ProtocolError(f"the server answered with a {type(message).__name__} that does not fit")
-        progress.remaining -= 1
+        call.remaining -= 1
         if error is None:
-            progress.is_untaken = False
-        elif progress.error is None:
-            progress.error = error
+            call.is_untaken = False
+        elif call.error is None:
+            call.error = error
             if transfer.push:
-                mark_failing(progress.windows)
-        if progress.remaining == 0:
-            self._settle(progress)
+                mark_failing(call.windows)
+        if call.remaining == 0:
+            self._settle(call)
         elif error is not None:
             self._calls.complete(call, error=error)
 
-    def _copy_values(
-        self, progress: TransferProgress, plan: MessagePlan, values: Values | Uncounted, event: Received
-    ) -> None:
+    def _copy_values(self, call: InFlight, plan: MessagePlan, values: Values | Uncounted, event: Received) -> None:
         """Notes the versions, and copies the values to where the call wants them. Once the call is completed, that
         memory is the program's again."""
-        note_versions(progress.versions, plan, values.versions)
-        if progress.call.state is not COMPLETED:
-            items = progress.transfer.items
+        note_versions(call.versions, plan, values.versions)
+        if call.state is not COMPLETED:
+            assert call.transfer is not None
+            items = call.transfer.items
             targets = tuple([items[item].target for item in plan.items])
             self._emit(Copy(event.payload, targets, plan.rows))
 
     # ── the end of a transfer ──
 
-    def _settle(self, progress: TransferProgress) -> None:
+    def _settle(self, call: InFlight) -> None:
         """All messages are answered: the windows move on, the keys' next calls start, and the call is completed.
 
         A push that no server took gives its clock back.
         """
-        call = progress.call
-        if progress.pulling or progress.is_reading:
-            self._end_pull(progress)
+        if call.pulling or call.is_reading:
+            self._end_pull(call)
             call.let_go()  # no cycle stays behind that keeps the program's memory
-        if progress.transfer.push:
-            settle_pushes(progress.windows, progress.error, progress.is_untaken)
+        if call.transfer is not None and call.transfer.push:
+            settle_pushes(call.windows, call.error, call.is_untaken)
         for key in call.keys:
             if key.queue:
                 self._wake(key)
-        versions = progress.versions if progress.counts else requests.UncountedVersions(progress.versions)
-        self._calls.complete(call, versions, progress.error)
+        versions = call.versions if call.counts else requests.UncountedVersions(call.versions)
+        self._calls.complete(call, versions, call.error)
         if call.is_push:
             self._pushes.settle(call)
 
-    def _release(self, progress: TransferProgress, call: Call) -> None:
+    def _release(self, call: InFlight) -> None:
         """Nobody waits for the pull any more: the rounds that it held back go on."""
-        self._end_pull(progress)
+        self._end_pull(call)
         for key in call.keys:
             self._wake(key)
 
-    def _end_pull(self, progress: TransferProgress) -> None:
-        end_pulls(progress.windows, progress.pulling)
-        progress.pulling = ()
-        if progress.is_reading:
-            end_reads(progress.windows)
-            progress.is_reading = False
+    def _end_pull(self, call: InFlight) -> None:
+        end_pulls(call.windows, call.pulling)
+        call.pulling = ()
+        if call.is_reading:
+            end_reads(call.windows)
+            call.is_reading = False
 
     def _forget_deleted(self, keys: Sequence[WorkerKey]) -> None:
         """A reader, who is not asked before keys are deleted, has met a deletion: its next call looks at the keys
@@ -393,7 +372,7 @@ class Transfer:
 
     # ── the program's memory ──
 
-    def take_back(self, call: Call, request: requests.TakeBack) -> None:
+    def take_back(self, call: InFlight, request: requests.TakeBack) -> None:
         """Ends the transfers of these sources, and sends what is left of them from the copies."""
         copies = {id(source): copy for source, copy in request.copies}
         for earlier in self._calls.open_calls():

@@ -17,9 +17,10 @@ from kvd.core.outbox import Outbox
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.blockers import Blockers
-from kvd.core.worker.calls import COMPLETED, Call, CallBook
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.explanations import Explainer
 from kvd.core.worker.holds import Holds
+from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.core.worker.looks import NEVER, Looks
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.words import title_of
@@ -78,7 +79,7 @@ class Waits:
 
     # ── when to look ──
 
-    def note(self, call: Call) -> None:
+    def note(self, call: InFlight) -> None:
         """A call was accepted."""
         answer_s = call.answer_s
         if answer_s is not None and answer_s < self._soon_s * LOOKS_PER_ANSWER:
@@ -103,7 +104,7 @@ class Waits:
         deadlines = self._calls.deadlines
         return now >= self.due_at or (bool(deadlines) and now >= deadlines[0][0])
 
-    def _later_look(self, call: Call, notice_at: float, now: float) -> float:
+    def _later_look(self, call: InFlight, notice_at: float, now: float) -> float:
         times = [now + max(now - call.begun, LEAST_GAP_S), notice_at, call.deadline - LAST_LOOK_S]
         if call.answer_s is not None:
             times.append(now + call.answer_s / LOOKS_PER_ANSWER)
@@ -126,7 +127,7 @@ class Waits:
             self._next_look = max(earliest, now + LEAST_GAP_S)
         self._set_due()
 
-    def _watch_of(self, call: Call) -> _Watched:
+    def _watch_of(self, call: InFlight) -> _Watched:
         watched = self._watched.get(call.number)
         return watched or _Watched(
             self.first_look(call.begun, call.deadline, call.answer_s), call.begun + self._notice_s
@@ -167,7 +168,7 @@ class Waits:
         self._emit(LogEntry("warning", text + more))
         self._last_notice = now
 
-    def _stuck(self, calls: Sequence[Call], lines: tuple[str, ...], now: float) -> None:
+    def _stuck(self, calls: Sequence[InFlight], lines: tuple[str, ...], now: float) -> None:
         """Nobody can move: the calls that threads wait for end."""
         blockers = self._blockers()
         nodes = {call: self._explainer.reason(blockers.of(call), now).nodes for call in calls}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.core import requests
-from kvd.core.worker.calls import Call
+from kvd.core.worker.in_flight import InFlight
 from kvd.protocol import messages
 from kvd.protocol.messages import ADD, ANY_CLOCK, Departure
 
@@ -44,7 +44,7 @@ _OF_MESSAGE: dict[type[Any], str] = {
 }
 
 
-def title_of(call: Call) -> str:
+def title_of(call: InFlight) -> str:
     """What the program called, with its keys, and of a push or pull that has begun, its number."""
     request = call.request
     if isinstance(request, requests.Barrier):
@@ -92,7 +92,7 @@ def barrier_title(name: str) -> str:
     return "close" if name == "kvd:exit" else f"barrier {name!r}"
 
 
-def _clock_of(call: Call) -> int | None:
+def _clock_of(call: InFlight) -> int | None:
     """The clock that a push goes under, or the version that a pull waits for, of its first key."""
     for entry in sorted(call.entries, key=lambda entry: entry.request):
         message: Any = entry.send.message

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from kvd.node.parent import kill_session
+from kvd.testing.cluster import wait_until
 
 DEADLINE_S: Final = 60.0
 
@@ -105,14 +105,12 @@ class Lan:
 
     def wait_until_only(self, host: int, names: set[str]) -> None:
         """Wait until nothing runs on a host but these programs."""
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
+
+        def left() -> set[str]:
             pids = [pid for pid in self.processes(host) if pid not in self._pids]
-            left = {name for pid in pids if (name := _program(pid)) and name not in names}
-            if not left:
-                return
-            assert time.monotonic() < deadline, f"still on host {host}: {left}"
-            time.sleep(0.05)
+            return {name for pid in pids if (name := _program(pid)) and name not in names}
+
+        wait_until(lambda: not left(), f"nothing but {names} runs on host {host}", DEADLINE_S)
 
     def cut_off(self, host: int) -> None:
         """Take the host off the network; nobody is told."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from typing import Any
 
 import pytest
 
 from kvd.node.launch.child import Child
 from kvd.node.launch.plan import ProcessSpec
+from kvd.testing.cluster import wait_until
 from tests.node.launch.harness import DEADLINE_S, Lines, marked, shell
 
 
@@ -21,11 +21,11 @@ def test_a_process_that_has_just_ended_may_be_killed(monkeypatch: pytest.MonkeyP
     killed = threading.Event()
     wait_for_end = os.waitid
 
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.3)  # it has ended by now
+    def slow(*arguments: Any) -> None:
+        wait_for_end(*arguments)
+        wait_until(lambda: children, "it is known here")
         children[0].kill()
         killed.set()
-        return wait_for_end(*arguments)
 
     async def main() -> int:
         monkeypatch.setattr(os, "waitid", slow)

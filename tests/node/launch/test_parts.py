@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvd.node.launch import Job
-from kvd.node.launch.job_key import JobKey
+from kvd.node.launch.job import JobKey
 from kvd.node.launch.output import OutputRelay, Stream, say
 from kvd.node.launch.plan import PARENT_GRACE_S, JobPlan
-from kvd.node.launch.ready_socket import ReadySocket
-from kvd.node.launch.stop_request import NEXT, StopRequest, Urgency
+from kvd.node.launch.signals import NEXT, StopRequest, Urgency
+from kvd.node.launch.supervisor import ReadySocket
 from kvd.node.parent import guarded
 from kvd.node.remote import free_port
 from tests.node.launch.harness import DEADLINE_S, Lines
@@ -159,7 +159,7 @@ def test_a_ready_socket_waits_for_ready(message: bytes) -> None:
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
         ):
             sender.sendto(b"STATUS=READY=1 soon", f"\0{ready.name[1:]}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # time itself: nothing is reported
             assert not ready.reported.done()
             sender.sendto(message, f"\0{ready.name[1:]}")
             sender.sendto(message, f"\0{ready.name[1:]}")
