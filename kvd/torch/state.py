@@ -87,6 +87,7 @@ class TrainingState:
         self._buffers = buffers
         self._kept: dict[str, Kept] = {}
         self._copies: list[torch.Tensor] = []  # of the buffers
+        self._forms: list[tuple[torch.dtype, torch.Size]] = []  # of the copies
         self._is_checked = False  # the state that the optimizer makes in its first step can travel
         self._is_in_step = False  # the copies are what the buffers were before it
         self._pieces: list[_Piece] = []  # of the state that is being read or written
@@ -112,9 +113,13 @@ class TrainingState:
     def begin_step(self) -> None:
         """A step begins, whose forward pass changes the buffers."""
         live = list(self._live_buffers().values())
-        copies: Sequence[torch.Tensor | None] = self._copies or [None] * len(live)
+        forms = [(buffer.dtype, buffer.shape) for buffer in live]
         with torch.no_grad():
-            self._copies = [_copy_of(*pair) for pair in zip(live, copies, strict=True)]
+            if forms != self._forms:
+                self._forms = forms
+                self._copies = [torch.empty_like(buffer) for buffer in live]
+            if live:
+                torch._foreach_copy_(self._copies, live)
         self._is_in_step = True
 
     def end_step(self) -> None:
@@ -285,13 +290,6 @@ class TrainingState:
                 own[parameter] = after
             else:
                 own.pop(parameter, None)
-
-
-def _copy_of(buffer: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of a buffer, in the memory of an earlier one if it has room."""
-    if copy is None or (copy.dtype, copy.shape) != (buffer.dtype, buffer.shape):
-        return buffer.detach().clone()
-    return copy.copy_(buffer)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
