@@ -35,7 +35,12 @@ DEATHS = [
 
 
 def job(
-    folder: Path, deaths: Sequence[str], total: int = TOTAL, server_dies_with: str = "", **settings: Any
+    folder: Path,
+    deaths: Sequence[str],
+    total: int = TOTAL,
+    server_dies_with: str = "",
+    timeout_s: float = TIMEOUT_S,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """The results of all workers.
 
@@ -50,7 +55,7 @@ def job(
                 mark = folder / server_dies_with
                 wait_until(lambda: mark.exists() or process.poll() is not None, f"{mark} is there", TIMEOUT_S)
                 cluster.kill_server(0)
-            output = process.communicate(timeout=TIMEOUT_S)[0].decode()
+            output = process.communicate(timeout=timeout_s)[0].decode()
         finally:
             process.kill()
             process.wait()
@@ -158,6 +163,6 @@ def test_workers_are_killed_at_random(tmp_path: Path, seed: int, replicas: int) 
     total = 300
     undisturbed = job(tmp_path / "undisturbed", [], total, replicas=replicas)
     folder = tmp_path / "disturbed"
-    results = job(folder, [program.AT_RANDOM, str(seed)], total, replicas=replicas)
+    results = job(folder, [program.AT_RANDOM, str(seed)], total, timeout_s=900, replicas=replicas)
     assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * program.WORKERS
     assert list(folder.glob("killed-*"))
