@@ -108,6 +108,9 @@ class Number:
     def read(self, offset: int, target: memoryview) -> None:
         target[:] = self.values.view(np.uint8).data[offset : offset + len(target)]
 
+    def title(self) -> str:
+        return "the number"
+
     def weights(self) -> dict[str, Any]:
         return {}
 
