@@ -110,13 +110,13 @@ def _advice_on_workers_apart(report: Report) -> list[str]:
         advice.append(f"lost: {', '.join(lost)}. The job continues without, degraded. {_start_again(lost)}")
     if late:
         advice.append(
-            f"late: {', '.join(late)}. The others continue without, degraded, until the program reaches its next step of "
-            "kv.steps, or calls kv.resume(). If that happens often, see what slows it down, or raise quorum_grace_s."
+            f"late: {', '.join(late)}. The others continue without, degraded, until the program reaches its next step "
+            "of kv.steps, or calls kv.resume(). If that happens often, see what slows it down, or raise quorum_grace_s."
         )
     if back:
         advice.append(
-            f"back: {', '.join(back)}, and not in the rounds yet. They take part once the program reaches its next step "
-            "of kv.steps, or calls kv.resume()."
+            f"back: {', '.join(back)}, and not in the rounds yet. They take part once the program reaches its next "
+            "step of kv.steps, or calls kv.resume()."
         )
     if new:
         advice.append(

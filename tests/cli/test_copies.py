@@ -124,7 +124,7 @@ def test_the_last_copy_is_gone(members: list[dict[str, Any]], says: str) -> None
     health = health_of(report(copy_of(0, [0], []), members=members, partitions=[partition(0, 0), partition(1, 1)]))
     assert not health.is_healthy
     assert health.advice == (
-        f"{says}No other server has partition 1 of the keys. If it was only stopped or cut off, let it go on, and "
+        f"{says}No other server has partition 1 of the keys. If it was only stopped or cut off, let it continue, and "
         "nothing is lost. Otherwise start the job again from a checkpoint.",
         "degraded: partition 0 of the keys has one copy, on server 0; if that server dies, it is lost. Start server 1 "
         "again: it is sent a copy while the job continues.",
