@@ -1,4 +1,4 @@
-"""What a program says about gradient compression: a dict of plain values."""
+"""Compression options of a program: a dict of plain values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_ALL = ("min_bytes", "ef", "momentum", "mu", "state_dir", "pull")
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How this worker compresses what it pushes.
+    """Compression of this worker's pushes.
 
     Attributes:
         min_bytes: values of fewer bytes are sent plain.
@@ -39,7 +39,7 @@ class Compression:
 
 
 def parse(params: object) -> Compression | None:
-    """What ``set_gradient_compression`` is given; None: the type "none", no compression.
+    """Parse the argument of ``set_gradient_compression``. None stands for the type "none": no compression.
 
     Raises:
         ConfigError: it is no such dict. ``setting`` names the entry.

@@ -79,7 +79,7 @@ def name_of(compressor: Compressor) -> str:
 
 
 def _unusable(name: str, cls: object) -> str:
-    """Why an entry point is no compressor, in words; empty if it is one."""
+    """Return the reason why an entry point is no compressor; empty if it is one."""
     if name in _BUILT_IN or name == "none":
         return "the name belongs to kvd"
     if not (isinstance(cls, type) and issubclass(cls, Compressor) and dataclasses.is_dataclass(cls)):

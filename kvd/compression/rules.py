@@ -34,8 +34,9 @@ class Compressor:
         """Raise ConfigError if a field of this compressor is out of its range."""
 
     def of_merged(self, count: int) -> Compressor | None:
-        """What servers encode the sum of ``count`` pushed values with; 1 if they are averaged. None: workers pull it
-        plain.
+        """Return the compressor for the sum of ``count`` pushed values, or None to send it plain.
+
+        ``count`` is 1 if the values are averaged.
 
         Raises:
             ConfigError: a field of that compressor is out of its range.
@@ -119,7 +120,7 @@ class OneBit(Compressor):
         require("threshold", abs(self.threshold) < 2.0**127, "a number of float32", self.threshold)
 
     def of_merged(self, count: int) -> OneBit | None:
-        """Of the mean: 1 and −1 cannot say a sum of several, and what is left over would grow from round to round."""
+        """Compress a mean only: 1 and −1 cannot express a sum, and residuals would grow from round to round."""
         return self if count == 1 else None
 
 

@@ -46,7 +46,7 @@ def optimizer_for(optimizer: Optimizer, key: str) -> Optimizer:
 
 
 def first_of_runs(optimizer: Optimizer | None, keys: Sequence[str]) -> tuple[int, ...]:
-    """Where slices of these keys, side by side, cannot be updated in one go: the position of each first one.
+    """Divide adjacent slices of these keys into runs that are updated in one go. Return the first position of each.
 
     Returns:
         Positions in ascending order, the first of them 0; empty if all can be updated in one go.

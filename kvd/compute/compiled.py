@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is compiled."""
+        """Return whether the loop is compiled."""
         return self._function is not None
 
 
@@ -191,7 +191,7 @@ def warm_up(
 
 
 def warm_up_codecs() -> bool:
-    """The same for the loops of compressors."""
+    """Compile the loops of compressors now, and wait for it."""
     loops = [codec_loop(name) for name in ("magnitudes", "two_bit")]
     for loop in loops:
         _compiler.compile(loop)
@@ -221,7 +221,7 @@ def as_bits(array: Array, bits: np.dtype[Any] | None) -> Array:
 
 
 def are_contiguous(*groups: Sequence[Array]) -> bool:
-    """Whether the elements of every array lie one after the other, as the loops require it."""
+    """Return whether the elements of every array are contiguous, as the loops require."""
     for group in groups:  # no any() and all(): this is on the way of every small update
         for array in group:
             if not array.flags.c_contiguous:

@@ -1,4 +1,4 @@
-"""What :class:`kvd.optimizer.DCASGD` makes of a gradient before it is applied as by SGD."""
+"""Delay compensation of gradients by :class:`kvd.optimizer.DCASGD`, before they are applied as by SGD."""
 
 from __future__ import annotations
 

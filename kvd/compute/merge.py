@@ -61,17 +61,17 @@ class MergePlan(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the result is the one contribution itself, so that nothing has to be calculated."""
+        """True if the result is the single contribution itself, without arithmetic."""
         return len(self.contributions) == 1 and not self.weights and self.divisor is None
 
     @property
     def needs_no_scratch(self) -> bool:
-        """Whether the contributions are added just as they are, so that one tile needs nothing but the result."""
+        """True if the contributions are added unscaled, so that a tile needs only the result."""
         return self.accumulator == self.dtype and not self.weights
 
     @property
     def is_short(self) -> bool:
-        """Whether a compiled loop takes the contributions at once: they are one or two, of floats."""
+        """True if a compiled loop accepts the contributions at once: one or two, of floats."""
         return 1 <= len(self.contributions) <= 2 and self.dtype.kind not in "iu"
 
     def factors(self) -> tuple[float, float, float]:
@@ -91,12 +91,12 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is float16 or bfloat16."""
+    """Return whether ``dtype`` is float16 or bfloat16."""
     return dtype.itemsize == 2  # of the dtypes that a key can have, no other is that small
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is one of the integer dtypes."""
+    """Return whether ``dtype`` is an integer dtype."""
     return dtype.kind in "iu"
 
 

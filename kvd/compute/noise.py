@@ -49,7 +49,7 @@ class Noise:
 
 
 def quantiles(uniform: Array) -> Array:
-    """What a standard normal number is below with these probabilities, each between 0 and 1."""
+    """Return the quantiles of the standard normal distribution for probabilities between 0 and 1."""
     offset = uniform - 0.5
     found = offset * _quotient(_CENTRE, 0.180625 - offset * offset)
     outer = np.flatnonzero(np.absolute(offset) > 0.425)

@@ -266,7 +266,7 @@ def _update_by_custom_kernel(
     tile: int,
     merged: Array | None,
 ) -> None:
-    """The same on a copy of the state, since the kernel may raise an error when it has updated some tiles."""
+    """Update a copy of the state, because a custom kernel may fail after some tiles."""
     after = state.copy()
     slots = _open_state(after, rule.slot_names, current)
     with np.errstate(all="ignore"):  # the kernel is not ours
@@ -285,7 +285,10 @@ def _update_compiled(
     tile: int,
     merged: Array | None,
 ) -> None:
-    """The same by a compiled loop: one or two contributions in one go, others merged tile by tile and then updated."""
+    """Update by a compiled loop.
+
+    One or two contributions take one pass; others are merged tile by tile and then applied.
+    """
     rescale, clip, wd = numbers[:3]
     factors = plan.factors() if plan.is_short else (1.0, 1.0, 1.0)
     cast = np.array((*factors, rescale, -clip, clip, wd, *numbers[3:]), plan.accumulator)

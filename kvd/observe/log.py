@@ -109,7 +109,7 @@ class Throttle:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()  # the one let through longest ago comes first
 
     def allow(self, now: float, key: str = "") -> bool:
-        """Whether a warning of the kind `key` may be written at the time `now` (seconds of any steady clock)."""
+        """Return whether a warning of the kind `key` may be written at the time `now` (seconds of any steady clock)."""
         kind = self._kinds.get(key)
         if kind is not None and now - kind.allowed_at < self._interval_s:
             kind.held_back += 1
@@ -122,13 +122,13 @@ class Throttle:
         return True
 
     def swallowed(self, key: str = "") -> int:
-        """How many of the kind `key` were swallowed before the last one that was let through."""
+        """Return the number of suppressed warnings of the kind `key` before the last written one."""
         kind = self._kinds.get(key)
         return 0 if kind is None else kind.held_back_before
 
 
 class _Kind:
-    """What a `Throttle` knows of one kind of warning."""
+    """State of a `Throttle` for one kind of warning."""
 
     __slots__ = ("allowed_at", "held_back", "held_back_before")
 

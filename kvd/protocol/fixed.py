@@ -51,7 +51,7 @@ put_number = _NUMBER.pack_into
 
 
 class PushNumbers(NamedTuple):
-    """What differs from one PushBatch of a worker to the next, if each is one sample that is added: see there."""
+    """Fields that differ between the PushBatches of a worker if each is one sample that is added."""
 
     request: int
     batch: int

@@ -1,4 +1,4 @@
-"""What both sides know about values: dtypes, keys, and the slices of a key."""
+"""Values as both sides describe them: dtypes, keys, and the slices of a key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DTYPES: dict[str, Dtype] = {
 
 
 class Initial(NamedTuple):
-    """What rows are before their first update: the name of an initializer, its numbers and seed (`kvd.tables.wire`)."""
+    """Initial rows of a table: the name of an initializer, its numbers and seed (`kvd.tables.wire`)."""
 
     name: str
     numbers: tuple[float, ...] = ()
@@ -62,7 +62,7 @@ class Initial(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """Which rows a table keeps; as it is without arguments, all that were updated (`kvd.tables.keeper`)."""
+    """Retention rule of a table; without arguments, all updated rows are kept (`kvd.tables.keeper`)."""
 
     admit_after: int = 1  # updates that name a row before it is made
     ttl_updates: int = 0  # without the row, after which it is evicted; 0: never
@@ -76,7 +76,7 @@ class Keeping(NamedTuple):
 
 
 class TableSpec(NamedTuple):
-    """What makes a key a table, of which pushes and pulls name rows.
+    """Table properties of a key. Pushes and pulls of a table name rows.
 
     A slice of a table is one of its parts: the rows of some ids (`kvd.tables.parts`), in memory that grows with them.
     """
@@ -204,7 +204,7 @@ def _in_words(spec: KeySpec) -> str:
 
 
 def table_text(key: str | int) -> str:
-    """What is wrong with a call on whole values, on a table."""
+    """Return the error text for a call on whole values of a table."""
     return (
         f"key {key!r} is a table, of which calls name rows: push kvd.RowSparseArray(ids, rows) to it, "
         "and read rows with row_sparse_pull(key, row_ids)"
@@ -220,19 +220,19 @@ def no_table_text(key: str | int) -> str:
 
 
 def state_of_table_text(key: str | int) -> str:
-    """What is wrong with a call that saves or restores the optimizer's state, on a table."""
+    """Return the error text for saving or restoring the optimizer's state of a table."""
     return f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved"
 
 
 def merge_error(key: str | int, dtype: str, merge: str) -> str | None:
-    """Why no key of this dtype can be merged so, as a text; None if it can."""
+    """Return the reason why no key of this dtype can have this merge; None if one can."""
     if merge == "weighted" and not DTYPES[dtype].is_float:
         return f"key {key!r} is {dtype}: a weighted merge takes float keys only"
     return None
 
 
 def accumulator_scale(dtype: str) -> int:
-    """How many times as large as an element is the sum of some: float16 and bfloat16 are summed in float32."""
+    """Return the size of a sum's element relative to the value's: float16 and bfloat16 are summed in float32."""
     known = DTYPES[dtype]
     return 4 // known.itemsize if known.is_float and known.itemsize < 4 else 1
 

@@ -81,7 +81,7 @@ def hidden_name(path: Path, token: str) -> str:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether something else than an empty folder has this name."""
+    """Return whether the name is taken by anything but an empty folder."""
     try:
         with os.scandir(path) as entries:
             return next(entries, None) is not None

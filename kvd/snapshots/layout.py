@@ -1,4 +1,4 @@
-"""Which keys of a snapshot lie in parts together, so that what has not changed lies in parts that have not changed.
+"""Layout of a snapshot: keys that rarely change share parts, so that unchanged parts are reused.
 
 A group is some keys that are written one after the other, in parts of their own. The first snapshot has groups of about
 one part, in the order of the names. In a later one, groups stay as they are if none of their keys has changed. The keys
@@ -17,7 +17,7 @@ MOST_EXTRA = 16  # groups beyond twice as many as there must be: then all are ma
 
 
 class KeyMark(NamedTuple):
-    """What tells whether a key has changed since; a wrong guess costs a part that is written again, and no more.
+    """Fingerprint that shows whether a key has changed. A wrong guess costs only one part that is written again.
 
     Attributes:
         nbytes: of its value.

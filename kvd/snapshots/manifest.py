@@ -76,7 +76,7 @@ class Slot(NamedTuple):
 
 
 class StoredTable(NamedTuple):
-    """What makes a key a table.
+    """Table properties of a stored key.
 
     Attributes:
         spec: as in the spec of the key; its parts are those of one server.
@@ -112,11 +112,11 @@ class StoredKey:
 
     @property
     def elements(self) -> int:
-        """Of the value; of a table, in all its rows."""
+        """Number of elements of the value; for a table, in all its rows."""
         return prod(self.shape) * (1 if self.table is None else self.table.num_rows)
 
     def pieces(self) -> list[tuple[tuple[Piece, ...], str]]:
-        """Those of each of its arrays, and their dtype: what lies in parts of it."""
+        """Pieces of each array, with its dtype, as they lie in parts."""
         ids = [] if self.table is None else [(self.table.ids, "int64")]
         return [*ids, (self.weight, self.dtype), *[(slot.pieces, slot.dtype) for slot in self.state.values()]]
 
@@ -131,7 +131,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a snapshot comes from.
+    """Origin of a snapshot.
 
     Attributes:
         job: the name of the job; "" for a store without a cluster.

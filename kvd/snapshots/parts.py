@@ -41,7 +41,7 @@ def packed(arrays: Mapping[str, Array]) -> Sequence[memoryview]:
 
 
 class Tensor(NamedTuple):
-    """What a header says of a tensor."""
+    """Entry of a tensor in a header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = N
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a part.
+    """Position of a tensor in a part.
 
     Attributes:
         begin, end: in bytes from the beginning of the file.
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
 
 def places(file: BinaryIO, nbytes: int) -> dict[str, Place]:
-    """Where the tensors of a part lie, by name.
+    """Return the positions of the tensors of a part, by name.
 
     Args:
         file: at its beginning.

@@ -33,7 +33,7 @@ _EARLIER = "take an earlier snapshot"
 
 
 class NewerSnapshot(SnapshotError):
-    """It was written by a kvd that this one does not know: no earlier one is as good."""
+    """Snapshot of a newer kvd. Earlier snapshots are no substitute for it."""
 
 
 class StoredSnapshot:
@@ -201,7 +201,7 @@ class StoredSnapshot:
             raise SnapshotError(f"{file} is damaged: its checksum is another one; {_EARLIER}", path=str(file))
 
     def _places(self, number: int, file: FileIO) -> dict[str, Place]:
-        """Where the tensors of a part lie whose checksum is right."""
+        """Return the positions of the tensors of a part with a correct checksum."""
         file.seek(0)
         try:
             return places(file, self.manifest.parts[number].nbytes)

@@ -16,7 +16,7 @@ from kvd.snapshots.writer import PART_BYTES, KeyContent, SnapshotWriter
 
 
 class SnapshotSeries:
-    """What the latest snapshot of a store was."""
+    """Series of snapshots of one store, with the parts of the latest."""
 
     def __init__(self, part_bytes: int = PART_BYTES) -> None:
         self._part_bytes = part_bytes

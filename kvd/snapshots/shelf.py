@@ -39,7 +39,7 @@ class Found:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether a folder is a snapshot, complete or damaged."""
+    """Return whether a folder is a snapshot, complete or damaged."""
     return (path / manifest.FILE).exists() or any(path.glob("part-*.safetensors"))
 
 

@@ -27,7 +27,7 @@ PART_BYTES = 64 << 20  # the values of a part have at most so many bytes
 
 
 def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_from: str = "") -> bool:
-    """Whether this very snapshot is there already: worker 0 may have died after it wrote it.
+    """Return whether this very snapshot exists: worker 0 may have died after writing it.
 
     Args:
         clocks: of each key.
@@ -59,7 +59,7 @@ def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_f
 
 
 class TableContent(NamedTuple):
-    """What makes a key a table, and the ids of its rows, ascending."""
+    """Table properties of a key, and the ids of its rows in ascending order."""
 
     spec: TableSpec
     ids: Array

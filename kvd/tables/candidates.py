@@ -1,4 +1,4 @@
-"""How often rows that a table does not have yet were named: they are admitted when it is often enough.
+"""Admission of new rows: counts of how often each was named before it is made.
 
 Two generations bound the memory: counts go into the young one; when that is full, it becomes the old one, and the one
 that was old is forgotten. A candidate that is named again moves to the young one with its count.
@@ -40,7 +40,7 @@ class Candidates:
         return self._young.nbytes + self._old.nbytes
 
     def counts(self, ids: Ids) -> Counts:
-        """How often each was named; 0 for those that are no candidates."""
+        """Return the count of each id; 0 for ids that are no candidates."""
         counts = self._young.counts(ids)
         rest = np.flatnonzero(counts < 0)
         counts[rest] = np.maximum(self._old.counts(ids[rest]), 0)
@@ -81,7 +81,7 @@ class Candidates:
         self._old.set_to_zero(ids)
 
     def _full(self, rows: int) -> int:
-        """How many candidates a generation has before the next one begins."""
+        """Return the number of candidates in a generation."""
         return max(self._remembered, rows // 4)
 
     def state(self) -> dict[str, Ids]:

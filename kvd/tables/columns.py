@@ -36,16 +36,16 @@ class Columns:
 
     @property
     def row_nbytes(self) -> int:
-        """Of a row with the optimizer's state."""
+        """Bytes of a row with the optimizer's state."""
         return sum([arena.width for arena in self._all()]) * self._dtype.itemsize
 
     @property
     def slot_widths(self) -> dict[str, int]:
-        """What the optimizer keeps of each row: names, and numbers per row."""
+        """Slots of the optimizer: names, and numbers per row."""
         return {name: arena.width for name, arena in self.slots.items()}
 
     def has_slots(self, widths: Mapping[str, int]) -> bool:
-        """Whether these slots are there, as wide as that."""
+        """Return whether these slots exist with these widths."""
         slots = self.slots
         return all(name in slots and slots[name].width == width for name, width in widths.items())
 

@@ -33,7 +33,7 @@ CHECKED_NBYTES = 8 << 20  # about so much is read for one checksum
 
 
 class _Head(NamedTuple):
-    """What a piece says of its part.
+    """Head of a piece: the description of its part.
 
     Attributes:
         version, step: the updates of the part, and those of them that an optimizer made.
@@ -54,23 +54,23 @@ class _Head(NamedTuple):
 
     @property
     def section(self) -> int:
-        """Which of the counts has these rows."""
+        """Index of the count of these rows."""
         ends = list(accumulate(self.counts))
         return min(bisect_right(ends, self.position), len(ends) - 1)
 
     @property
     def num_aside(self) -> int:
-        """Of how many updates rows were put aside."""
+        """Number of updates with rows put aside."""
         return len(self.counts) - 1 - len(self.keeping)
 
     @property
     def is_of_part(self) -> bool:
-        """Whether these are rows as they are."""
+        """True if these are rows of the part."""
         return self.section == self.num_aside
 
     @property
     def is_of_keeping(self) -> bool:
-        """Whether these are numbers."""
+        """True if these are numbers of the keeper."""
         return self.section > self.num_aside
 
 

@@ -1,4 +1,4 @@
-"""What a program says of a table when it makes one."""
+"""Description of a table by the program that makes it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def added_up(ids: Ids, rows: Array) -> MergedRows:
 
 
 def add_up_into(given: InOrder, rows: Array, ids: Ids, out: Array) -> None:
-    """The same in memory that is there.
+    """Add up rows of the same id into existing memory.
 
     Args:
         given: the ids of the rows.
@@ -98,7 +98,7 @@ def in_order(ids: Ids) -> InOrder:
 
 
 def num_distinct(ids: Ids) -> int:
-    """How many ids differ."""
+    """Return the number of distinct ids."""
     loop = id_loop("count_ids", len(ids))
     if loop is not None:
         return int(loop(np.ascontiguousarray(ids)))
@@ -106,7 +106,7 @@ def num_distinct(ids: Ids) -> int:
 
 
 def are_ascending(ids: Ids) -> bool:
-    """Whether each of them is larger than the one before."""
+    """Return whether the ids are strictly ascending."""
     loop = id_loop("are_ascending", len(ids))
     if loop is not None:
         return bool(loop(np.ascontiguousarray(ids)))
@@ -114,7 +114,7 @@ def are_ascending(ids: Ids) -> bool:
 
 
 def firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which ids of an ascending list are the first of their kind."""
+    """Return a mask of the ids that differ from the one before, for an ascending list."""
     is_first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
     return is_first

@@ -25,8 +25,9 @@ class _Aside(NamedTuple):
 
 
 class EarlierRows:
-    """What was put aside, update by update. The memory of what is forgotten is used again: new memory costs more time
-    than writing the rows.
+    """Rows as they were before each of the last updates.
+
+    Memory of forgotten updates is reused: new memory costs more time than writing the rows.
 
     Args:
         width, dtype: of a row.
@@ -71,7 +72,7 @@ class EarlierRows:
         self._kept.clear()
 
     def kept(self) -> list[Rows]:
-        """What was put aside, the oldest first."""
+        """Return the earlier rows, the oldest update first."""
         return [Rows(each.ids, each.memory[: len(each.ids)]) for each in self._kept]
 
     def add(self, rows: Rows) -> None:

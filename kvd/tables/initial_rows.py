@@ -46,7 +46,7 @@ class InitialRows:
 
     @property
     def are_zeros(self) -> bool:
-        """Whether all of them are zeros."""
+        """Return whether all initial values are zeros."""
         return isinstance(self._initializer, Zeros)
 
     def rows(self, ids: Ids) -> Array | None:

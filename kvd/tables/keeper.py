@@ -1,4 +1,4 @@
-"""Which rows a table keeps: which are admitted, and which are evicted.
+"""Retention of a table's rows: admission and eviction.
 
 All of it follows from the pushes that the table got, in their order, and from nothing else: no clock and no read has a
 part in it. So servers that get the same pushes keep the same rows.
@@ -30,7 +30,7 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 class _Naming(NamedTuple):
-    """What an update says to the candidates: ids ascending."""
+    """Effect of an update on the candidates: ids ascending."""
 
     waiting: Ids
     counts: Ids
@@ -81,7 +81,7 @@ class Keeper:
     # ── an update ──
 
     def admitted(self, ids: Ids) -> Array | None:
-        """Which of the rows that an update names it may change, as a mask; None: all. Nothing is noted yet.
+        """Return a mask of the named rows that an update may change; None stands for all. Nothing is recorded yet.
 
         Args:
             ids: ascending, each once.
@@ -102,8 +102,7 @@ class Keeper:
         return mask
 
     def begin(self, ids: Ids, places: Places, row_nbytes: int) -> Ids:
-        """Which rows the table does not keep after an update: some of those that are there, and of those that it
-        names. `note` or `take_back` comes next.
+        """Return the rows to evict after an update, among existing and named ones. Call `note` or `take_back` next.
 
         Args:
             ids: that it names, ascending, each once: the admitted ones.
@@ -198,7 +197,7 @@ class Keeper:
             self._recency.moved(moves)
 
     def _most(self, count: int, row_nbytes: int) -> int:
-        """How many of so many rows are kept in this part."""
+        """Return the most of `count` rows that this part keeps."""
         most = count
         if self._keeping.max_rows:
             most = min(most, -(-self._keeping.max_rows // self._parts))
@@ -261,7 +260,7 @@ class Keeper:
         return True
 
     def marks(self, ids: Ids) -> list[Ids]:
-        """What is the same in keepers that keep the same: some numbers, and the last updates of these rows."""
+        """Return arrays that are equal in keepers of the same rows: numbers, and the last updates of these rows."""
         candidates = 0 if self._candidates is None else len(self._candidates)
         evicted = 0 if self._evicted is None else len(self._evicted)
         found = np.array([self.number, self._forgotten, candidates, evicted])
@@ -290,5 +289,5 @@ def _is_ordered(state: Mapping[str, Ids], ids: str, numbers: str) -> bool:
 
 
 def may_evict(keeping: Keeping) -> bool:
-    """Whether rows may be evicted."""
+    """Return whether rows may be evicted."""
     return bool(keeping.ttl_updates or keeping.max_rows or keeping.max_bytes)

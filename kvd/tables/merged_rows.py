@@ -38,12 +38,12 @@ class MergedRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.ids)
 
     @property
     def are_contiguous(self) -> bool:
-        """Whether compiled loops take the rows as they are."""
+        """True if compiled loops accept the rows."""
         return bool(self.first.flags.c_contiguous and self.second.flags.c_contiguous)
 
     def only(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> MergedRows:

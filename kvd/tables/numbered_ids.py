@@ -31,7 +31,7 @@ class NumberedIds:
 
     @property
     def numbers(self) -> Ids:
-        """Of the ids, never falling. Not a copy."""
+        """Numbers of the ids, never decreasing. Not a copy."""
         return self._entries[1, self._head : self._tail]
 
     @property
@@ -66,7 +66,7 @@ class NumberedIds:
         self._entries[:, : self._tail] = kept
 
     def end_of(self, number: int) -> int:
-        """How many ids have at most this number: they are the first ones."""
+        """Return the number of ids with at most this number: they are the first ones."""
         return int(np.searchsorted(self.numbers, number, "right"))
 
     def replace(self, ids: Ids, numbers: Ids) -> None:

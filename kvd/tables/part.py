@@ -71,7 +71,7 @@ class TablePart:
 
     @property
     def put_aside(self) -> Sequence[Rows]:
-        """Of the last updates, the oldest first: the rows as they were before it, their ids ascending."""
+        """Rows as they were before each of the last updates, the oldest first, with ascending ids."""
         return self._earlier.kept()
 
     @property
@@ -82,7 +82,7 @@ class TablePart:
     # ── what arrives ──
 
     def pushed(self, payload: Array, samples: int) -> Contributed:
-        """What a worker has pushed, as it arrived: n ids, then n rows. Nothing is copied.
+        """Read the push of a worker in its arrived form: n ids, then n rows. Nothing is copied.
 
         Raises:
             ProtocolError: it is nothing of the kind.

@@ -78,5 +78,5 @@ def cut(body: Array, kinds: Sequence[tuple[int, np.dtype[Any]]], num_rows: int) 
 
 
 def no_piece_error(key: str) -> ProtocolError:
-    """Of bytes that make no sense."""
+    """Return the error for malformed bytes."""
     return ProtocolError(f"what came as a piece of table {key!r} is none")

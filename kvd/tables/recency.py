@@ -1,4 +1,4 @@
-"""Which update was the last one of each row, and which rows were updated longest ago.
+"""Recency of rows: the last update of each row, and the rows that were updated longest ago.
 
 The last update of a row is a number at its place. Which rows are the oldest says a queue of all updates of rows: an
 entry counts if it is still the last update of its row. The others are thrown out when there are too many of them, so
@@ -60,7 +60,7 @@ class Recency:
         last[places, 0] = number
 
     def take_back(self) -> None:
-        """It has failed: the rows are as old as they were."""
+        """Undo a failed update: the rows keep their age."""
         places, last = self._named
         self._last.where_they_lie()[places, 0] = last
         self._named = _NONE
@@ -76,7 +76,7 @@ class Recency:
             self._queue.append(ids, number)
 
     def stored(self, ids: Ids, places: Places, number: int, num_before: int) -> None:
-        """The same, but it is no update: rows may be stored again, and still have one entry with this number.
+        """Record stored rows, which is no update: rows may be stored again, and keep one entry with this number.
 
         Args:
             ids: in any order.
@@ -132,7 +132,7 @@ class Recency:
             self._queue.replace(ids[order], last[order])
 
     def _counting(self, part: slice) -> Mask:
-        """Which of these entries of the queue count."""
+        """Return a mask of the valid entries of the queue."""
         assert self._queue is not None
         ids, numbers = self._queue.ids[part], self._queue.numbers[part]
         places = self._index.find(ids)

@@ -17,7 +17,7 @@ _LARGE_FROM_NBYTES = 16 * _LARGE_PAGE_NBYTES  # less of it is unused than the ar
 
 
 class Moves(NamedTuple):
-    """What becomes of places when some are taken back, so that none is free among them.
+    """Moves that close the gaps after places were freed.
 
     Attributes:
         sources, holes: what is at the first ones moves to the others, each of which is there once.
@@ -54,7 +54,7 @@ class RowArena:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the elements."""
+        """Dtype of the elements."""
         dtype: np.dtype[Any] = self._rows.dtype
         return dtype
 
@@ -79,7 +79,7 @@ class RowArena:
             self._rows.resize((room, self.width), refcheck=False)
 
     def _resize_pages(self, room: int) -> None:
-        """The same in large pages."""
+        """Resize in large pages."""
         nbytes = -(-room * self._row_nbytes // _LARGE_PAGE_NBYTES) * _LARGE_PAGE_NBYTES
         rows = self._rows
         width, dtype = rows.shape[1], rows.dtype

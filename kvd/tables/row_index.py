@@ -1,4 +1,4 @@
-"""Which row id is at which place: a hash table of arrays, whose look-ups go over many ids at once.
+"""Index of row ids: a hash table of arrays that looks up many ids at once.
 
 Open addressing with linear probing. A look-up goes in rounds: in each round every id that is still open looks at one
 more slot. At most half of the slots are taken, so most ids end in the first round, and the last few rounds are short.
@@ -29,7 +29,7 @@ _NONE: Places = np.zeros(0, np.intp)
 
 
 class Found(NamedTuple):
-    """Where ids are.
+    """Result of a look-up of ids.
 
     Attributes:
         places: of each id; -1: it has none.
@@ -54,7 +54,7 @@ class RowIndex:
         self._make_slots(_LEAST_SLOTS)
 
     def __len__(self) -> int:
-        """How many ids have a place."""
+        """Number of ids with a place."""
         return self._count
 
     @property
@@ -186,7 +186,7 @@ class RowIndex:
         return ids
 
     def _is_full(self, count: int, more_gone: int = 0) -> bool:
-        """Whether look-ups take long, with so many ids and all those that are gone."""
+        """Return whether look-ups are slow with so many ids and removed ids."""
         return 8 * (count + self._gone + more_gone) > 5 * len(self._ids)
 
     def _make_slots(self, slots: int) -> None:
@@ -205,7 +205,7 @@ class RowIndex:
         return (mix(ids.view(np.uint64)) & np.uint64(self._mask)).astype(np.intp)
 
     def _slots_of(self, ids: Ids) -> Places:
-        """Where these ids are, which all have a place."""
+        """Return the places of these ids, which all have one."""
         at = self._home(ids)
         rest = np.flatnonzero(self._ids[at] != ids)
         while rest.size:

@@ -53,8 +53,11 @@ class Rows(NamedTuple):
 
 
 def is_row_sparse(value: object) -> bool:
-    """Whether a value names rows: rows with ids, a sparse tensor of torch, or a sparse matrix of SciPy or CuPy. A list
-    with one value per device does if one of its values does."""
+    """Return whether a value names rows.
+
+    Such are rows with ids, sparse tensors of torch, and sparse matrices of SciPy or CuPy. A list with one value per
+    device does if one of its values does.
+    """
     if isinstance(value, list | tuple):
         for entry in value:
             if is_row_sparse(entry):
@@ -235,7 +238,7 @@ def _is_sparse_tensor(value: Any) -> bool:
 
 
 def _parted_tensor(key: str | int, tensor: Any) -> tuple[Any, Any]:
-    """Of a tensor as `nn.Embedding(sparse=True)` makes them, coalesced or not."""
+    """Split a tensor of `nn.Embedding(sparse=True)`, coalesced or not, into ids and rows."""
     if tensor.sparse_dim() != 1:
         text = f"key {key!r} is a table: the sparse tensor has {tensor.sparse_dim()} sparse dimensions, a table has one"
         raise ShapeMismatch(text, key=key)
@@ -247,7 +250,7 @@ def _is_sparse_matrix(value: Any) -> bool:
 
 
 def _parted_matrix(key: str | int, matrix: Any) -> tuple[Any, Any]:
-    """Of a sparse matrix as SciPy's or CuPy's: those of its rows that have entries."""
+    """Split a sparse matrix of SciPy or CuPy into the ids and values of rows with entries."""
     if len(matrix.shape) != 2:
         text = f"key {key!r}: the sparse array has the shape {matrix.shape}, one of rows has two dimensions"
         raise ShapeMismatch(text, key=key)

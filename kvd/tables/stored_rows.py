@@ -36,7 +36,7 @@ class StoredRows(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
-        """Of a row with its id and its state."""
+        """Bytes of a row with its id and its state."""
         arrays = (self.rows, *self.slots.values())
         return int(ROW_ID_BYTES + sum([array.itemsize * array.shape[1] for array in arrays]))
 
@@ -46,11 +46,11 @@ class StoredRows(NamedTuple):
         return StoredRows(self.ids[which], self.rows[which], slots, self.updates)
 
     def without_rows(self) -> StoredRows:
-        """What the optimizer keeps of them, alone."""
+        """Return the optimizer's state without the rows."""
         return self._replace(rows=self.rows[:, :0])
 
     def to_bytes(self, allocate: Callable[[int], Array], version: int = 0, rows_after: int = 0) -> Array:
-        """As one piece, uint8.
+        """Serialize to one piece, uint8.
 
         Args:
             allocate: gives so many bytes, as uint8.

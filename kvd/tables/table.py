@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Updated(NamedTuple):
-    """What an update has changed.
+    """Effect of an update.
 
     Attributes:
         ids: the rows that it has changed: those that the table admits and keeps, ascending.
@@ -65,7 +65,7 @@ class Table:
         self._rule: tuple[Optimizer, LazyRule] | None = None  # of the last update
 
     def __len__(self) -> int:
-        """How many rows take memory: those that were updated, and are kept."""
+        """Number of rows in memory: those that were updated and are kept."""
         return len(self._index)
 
     @property
@@ -111,7 +111,7 @@ class Table:
         return self.update_merged(optimizer, added_up(ids, rows))
 
     def update_merged(self, optimizer: Optimizer, merged: MergedRows, before: Array | None = None) -> Updated:
-        """The same with rows that are merged already.
+        """Make one update with merged rows.
 
         Args:
             before: begins afterwards with the rows that were changed, as they were, in the order of the ids; is as it
@@ -145,7 +145,7 @@ class Table:
         return self.assign_merged(added_up(ids, rows))
 
     def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Updated:
-        """The same with rows that are merged already; `before` as above."""
+        """Replace rows by merged rows; `before` as in `update_merged`."""
 
         def update(places: Places, given: MergedRows) -> None:
             rows, weights = given.rows(), self._columns.weights
@@ -192,7 +192,7 @@ class Table:
         return np.sort(self._index.ids())
 
     def slot(self, name: str, ids: Ids) -> Array:
-        """What the optimizer keeps under this name of rows that were updated, shape (ids, numbers of a row)."""
+        """Return a slot of the optimizer for updated rows, shape (ids, numbers of a row)."""
         arena = self._columns.slots[name]
         return arena.take(self._index.find(ids), np.empty((len(ids), arena.width), self._dtype))
 
@@ -241,14 +241,14 @@ class Table:
         return not state if self._keeper is None else self._keeper.restore(state)
 
     def keeping_marks(self, ids: Ids) -> list[Array]:
-        """What is the same in tables that keep the same rows: some numbers of all, and of these rows."""
+        """Return arrays that are equal in tables that keep the same rows: some numbers of all, and of these rows."""
         return [] if self._keeper is None else self._keeper.marks(ids)
 
     # ── as they lie ──
 
     @property
     def slot_widths(self) -> dict[str, int]:
-        """What the optimizer keeps of each row: names, and numbers per row."""
+        """Slots of the optimizer: names, and numbers per row."""
         return self._columns.slot_widths
 
     def ids_by_place(self) -> Ids:
@@ -302,8 +302,7 @@ class Table:
             self._keeper.stored(ids, places, num_before)
 
     def store_state(self, ids: Ids, slots: Mapping[str, Array], *, is_first: bool) -> None:
-        """The same with what the optimizer keeps alone: rows that are there stay as they are, and new ones begin as the
-        initializer says.
+        """Store the optimizer's state alone: existing rows stay, and new ones begin as the initializer says.
 
         Args:
             is_first: what it has kept of all rows is forgotten.
@@ -343,7 +342,7 @@ class Table:
 
 
 def _widths(slots: Mapping[str, Array]) -> dict[str, int]:
-    """How many numbers of a row there are, by slot."""
+    """Return the numbers per row by slot."""
     return {name: array.shape[1] for name, array in slots.items()}
 
 

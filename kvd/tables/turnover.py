@@ -50,7 +50,7 @@ class Seats(NamedTuple):
     num_named: int
 
     def of(self, merged: MergedRows) -> MergedRows:
-        """Those of the rows to update that stay."""
+        """Return the rows to update that stay."""
         return merged if self.stays is None else merged.only(self.stays)
 
 
@@ -133,7 +133,7 @@ class Turnover:
         return Seats(ids, places, stays, evicted, taken, kept, left, made, num_named)
 
     def _leaving(self, going: Ids) -> tuple[Rows, Places]:
-        """Those of the ids that are there, as rows, and their places."""
+        """Return the existing rows of these ids, and their places."""
         weights = self._columns.weights
         if len(going):
             places = self._index.find(going)
@@ -151,7 +151,7 @@ class Turnover:
 
 
 def _without(ids: Ids, going: Ids) -> Mask | None:
-    """Which of the ids do not go; None: all of them. Both are ascending."""
+    """Return a mask of the ids that stay; None stands for all. Both lists are ascending."""
     if not len(going) or not len(ids):
         return None
     at = np.minimum(np.searchsorted(going, ids), len(going) - 1)

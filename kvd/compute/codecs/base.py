@@ -1,4 +1,4 @@
-"""What a codec is, and which one a compressor has."""
+"""Interface of codecs, and the codec of each compressor."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ class KeepingCodec(Codec, Protocol):
     """Encodes for error feedback in one go."""
 
     def encode_keeping(self, kept: Floats, out: Bytes, nonce: int, sent: Floats | None) -> int | None:
-        """The same as ``encode``. ``kept`` becomes what was left over, 0 where that is no finite number, and ``sent``
-        what the bytes decode into. None: not this time, and nothing was done."""
+        """Encode and update the residual in one pass; return None if that is impossible now.
+
+        ``kept`` becomes the residual, 0 where it is not finite, and ``sent`` the decoded values.
+        """
 
 
 @runtime_checkable
@@ -80,10 +82,10 @@ class RememberingCodec(Codec, Protocol):
 
     @property
     def memory_size(self) -> int:
-        """How many float32 are kept."""
+        """Number of float32 in the memory."""
 
     def remembering(self, memory: Floats) -> Codec:
-        """The same codec with what it keeps: zeros at first. ``encode`` reads and changes it."""
+        """Return the codec with its memory, zeros at first. ``encode`` reads and changes it."""
 
 
 @runtime_checkable
@@ -92,7 +94,7 @@ class ShapedCodec(Codec, Protocol):
     slices have encoded."""
 
     def of_slice(self, shape: Sequence[int], start: int, size: int) -> RememberingCodec | None:
-        """What encodes ``size`` elements from ``start`` on of a value of this shape; None: such are sent plain."""
+        """Return the codec for ``size`` elements from ``start`` on of such a value; None if they are sent plain."""
 
 
 def _dithering(compressor: Dithering) -> Codec:

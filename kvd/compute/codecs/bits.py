@@ -47,8 +47,7 @@ class TwoBitCodec:
 
 
 class ScaledTwoBitCodec:
-    """The same with a threshold that follows from the magnitudes of the slice. What 11 stands for comes first, as
-    float32."""
+    """Two-bit codec with a threshold from the magnitudes of the slice. The value of 11 comes first, as float32."""
 
     tile = 0
 
@@ -103,7 +102,7 @@ def _spread() -> NDArray[np.uint16]:
 
 @cache
 def _signs_of_pairs() -> NDArray[np.float32]:
-    """What the four pairs of bits of each byte say: 1, −1 or 0."""
+    """Return the values of the four pairs of bits of each byte: 1, −1 or 0."""
     upper, lower = bits_of_bytes()[:, 0::2], bits_of_bytes()[:, 1::2]
     signs = np.where(lower == 1, np.float32(1), np.float32(-1))
     return np.where(upper == 1, signs, np.float32(0))

@@ -29,7 +29,7 @@ def encode(codec: Codec, values: NDArray[np.float32], out: NDArray[np.uint8], no
 def encode_fed_back(
     codec: Codec, values: NDArray[np.float32], residual: NDArray[np.float32], out: NDArray[np.uint8], nonce: int
 ) -> int:
-    """The same for ``values + residual``; ``residual`` becomes what was left over."""
+    """Encode ``values + residual``; ``residual`` becomes the new residual."""
     return quietly(_encode_fed_back, codec, values, residual, out, nonce)
 
 

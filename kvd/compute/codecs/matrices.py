@@ -76,7 +76,7 @@ class LowRankCodec:
         self._seed = seed
 
     def of_slice(self, shape: Sequence[int], start: int, size: int) -> MatrixSlice | None:
-        """What encodes ``size`` elements from ``start`` on of a value of this shape; None: it has no columns.
+        """Return the codec for ``size`` elements from ``start`` on of a value of this shape; None if it has no columns.
 
         The rows are those of the first dimension.
         """
@@ -128,11 +128,11 @@ class MatrixSlice:
 
     @property
     def memory_size(self) -> int:
-        """How many float32 are kept from push to push."""
+        """Number of float32 that are kept from push to push."""
         return self._grid.rank * self._grid.columns
 
     def remembering(self, memory: Floats) -> MatrixSlice:
-        """The same with a memory."""
+        """Return the codec with a memory."""
         return MatrixSlice(self._grid, self._seed, memory)
 
     def max_nbytes(self, size: int) -> int:
