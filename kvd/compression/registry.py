@@ -66,7 +66,7 @@ def known_compressors() -> Mapping[str, type[Compressor]]:
 
 
 def name_of(compressor: Compressor) -> str:
-    """The name of a compressor.
+    """Return the name of a compressor.
 
     Raises:
         ConfigError: its class is neither built in nor an installed entry point.

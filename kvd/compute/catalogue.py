@@ -77,7 +77,7 @@ def is_built_in(kernel: Kernel | SliceKernel) -> bool:
 
 
 def scalars(optimizer: Optimizer, step: int) -> tuple[float, ...]:
-    """The numbers of update ``step``, counted from 1: rescale_grad, clip_gradient, wd, then those of the kernel.
+    """Return the numbers of update ``step``, counted from 1: rescale_grad, clip_gradient, wd, then those of the kernel.
 
     Without ``clip_gradient`` the second is infinite; with a decoupled decay the third is 0. They are plain Python
     floats: together with the contributions they determine the update.

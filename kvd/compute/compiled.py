@@ -152,7 +152,7 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
 
 
 def id_loop(name: str, count: int) -> Function | None:
-    """The loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
+    """Return the loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
     return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID + _WORK_OF_IDS)
 
 

@@ -20,7 +20,7 @@ def compensated(
     mode: MergeMode = "sum",
     samples: Sequence[int] | None = None,
 ) -> Array:
-    """The merged gradient at ``current``, estimated from that at ``pulled``, in the dtype of the accumulator.
+    """Return the merged gradient at ``current``, estimated from that at ``pulled``, in the dtype of the accumulator.
 
     An element that has not changed since gets no compensation, however large its gradient is.
 

@@ -34,7 +34,7 @@ _mix = _njit(nogil=True)(_mix_of)
 
 
 def _home_of(row: Any, mask: Any) -> Any:
-    """The slot at which the search for an id begins."""
+    """Return the slot at which the search for an id begins."""
     return np.int64(_mix(np.uint64(row)) & np.uint64(mask))
 
 

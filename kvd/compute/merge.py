@@ -131,7 +131,7 @@ def merge(
 
 
 def _loop(plan: MergePlan, out: Array) -> Function | None:
-    """The compiled loop that is ready for this merge, if any."""
+    """Return the compiled loop that is ready for this merge, if any."""
     if not plan.is_short or (plan.needs_no_scratch and plan.divisor is None):
         return None  # adding two arrays is all that NumPy's own loop does
     if not are_contiguous(plan.contributions, (out,)):

@@ -31,7 +31,7 @@ class Noise:
         self._base = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
     def normal(self, start: int, count: int) -> Array:
-        """The numbers of the elements ``start`` to ``start + count``, float64, shape (count,)."""
+        """Return the numbers of the elements ``start`` to ``start + count``, float64, shape (count,)."""
         return quantiles(self._uniform(start, count))
 
     def _uniform(self, start: int, count: int) -> Array:

@@ -167,7 +167,7 @@ class _Rule:
     def function(
         self, plan: MergePlan, current: Array, out: Array, slots: Sequence[Array], merged: Array | None
     ) -> Function | None:
-        """The compiled loop that is ready for this update, if any."""
+        """Return the compiled loop that is ready for this update, if any."""
         if plan.is_short and plan.dtype == current.dtype:
             loop = self._short if merged is None else self._keeping
         else:

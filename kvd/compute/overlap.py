@@ -107,7 +107,7 @@ class _Address:
 
 
 def _span(memory: Array) -> tuple[int, int]:
-    """The addresses of the first byte of an array, and behind its last one."""
+    """Return the addresses of the first byte of an array, and behind its last one."""
     address = _address(memory)
     if memory.flags.c_contiguous:
         return address, address + memory.nbytes

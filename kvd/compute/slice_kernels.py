@@ -36,7 +36,7 @@ class SliceKernel(Protocol):
         ...
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The numbers of update ``step``, counted from 1, that are the same for all elements; always as many."""
+        """Return the numbers of update ``step``, counted from 1, that are the same for all elements; always as many."""
         ...
 
     def update_slice(
@@ -70,7 +70,7 @@ class LARSKernel:
         return ("momentum",) if self.optimizer.momentum else ()
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The learning rate, the momentum, wd, eta and ε."""
+        """Return the learning rate, the momentum, wd, eta and ε."""
         rule = self.optimizer
         return rule.rate(step), rule.momentum, rule.wd, rule.eta, rule.epsilon
 

@@ -59,7 +59,7 @@ class SliceState:
         return arrays | {_SLOT_PREFIX + name: slot.copy() for name, slot in self.slots.items()}
 
     def checksum(self, before: int = 0) -> int:
-        """A CRC-32 of everything, continued from that of what comes before it."""
+        """Return a CRC-32 of everything, continued from that of what comes before it."""
         arrays = [("master", self.master)] if self.master is not None else []
         arrays += [("residual", self.residual)] if self.residual is not None else []
         arrays += sorted(self.slots.items())

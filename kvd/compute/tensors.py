@@ -180,7 +180,7 @@ def check_unmasked(value: object) -> None:
 
 
 def _readable(value: object) -> np.ndarray[Any, Any]:
-    """The array of ``_host_array``. Errors of other libraries become NotAllowed."""
+    """Return the array of ``_host_array``. Errors of other libraries become NotAllowed."""
     try:
         return _host_array(value)
     except (KvdError, MemoryError):

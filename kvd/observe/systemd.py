@@ -46,11 +46,11 @@ class Notifier:
         return self._send("READY=1", status)
 
     def watchdog(self) -> bool:
-        """The service is alive. Call it from the loop that does the work, or it proves nothing."""
+        """Report that the service is alive. Call it from the loop that does the work, or it proves nothing."""
         return self.watchdog_interval_s is not None and self._send("WATCHDOG=1")
 
     def stopping(self, status: str = "") -> bool:
-        """The service has begun to stop."""
+        """Report that the service has begun to stop."""
         return self._send("STOPPING=1", status)
 
     def status(self, text: str) -> bool:

@@ -24,7 +24,7 @@ class Multipliers(Mapping[str, float]):
         self._patterns = [name for name in self._entries if "*" in name]
 
     def of(self, key: str) -> float:
-        """The factor of a key: that of its name, else of the first pattern that fits, else 1."""
+        """Return the factor of a key: that of its name, else of the first pattern that fits, else 1."""
         factor = self._entries.get(key)
         if factor is not None:
             return factor

@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def known_optimizers() -> dict[str, type[Optimizer]]:
-    """The optimizers by the name that they have on the wire.
+    """Return the optimizers by the name that they have on the wire.
 
     The built-in ones go by the name of their class, an installed one by the name of its entry point in the group
     ``kvd.optimizers``. Entry points are loaded once per process; one that cannot be used is left out with a warning

@@ -78,7 +78,7 @@ class Optimizer:
         """Raise ConfigError if a field of this optimizer is out of its range."""
 
     def rate(self, step: int) -> float:
-        """The learning rate of update ``step``, counted from 1."""
+        """Return the learning rate of update ``step``, counted from 1."""
         return rate_at(self.learning_rate, step)
 
     @property

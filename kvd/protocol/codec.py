@@ -63,7 +63,7 @@ Check = Callable[[object], object]
 
 
 def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> bytes:
-    """The header of `message`; `epoch` is that of the run's view.
+    """Return the header of `message`; `epoch` is that of the run's view.
 
     Raises ProtocolError if it is longer than MAX_HEADER_BYTES.
     """
@@ -84,7 +84,7 @@ def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> by
 
 
 def decode(header: bytes | memoryview) -> Decoded:
-    """The message in `header`. Raises ProtocolError, which says what is wrong with it."""
+    """Return the message in `header`. Raises ProtocolError, which says what is wrong with it."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     if len(header) == PUSH_NBYTES and (push := read_push(header)) is not None:
@@ -126,7 +126,7 @@ def _walk(header: bytes | memoryview) -> None:
 
 
 def _short(value: object) -> str:
-    """The value in a few characters. Lists are not shown: they may be nested deeper than repr can go."""
+    """Return the value in a few characters. Lists are not shown: they may be nested deeper than repr can go."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
@@ -134,7 +134,7 @@ def _short(value: object) -> str:
 
 
 def _shortened(text: str) -> str:
-    """The text within its limit, which long names in it may exceed."""
+    """Return the text within its limit, which long names in it may exceed."""
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
@@ -268,7 +268,7 @@ def _member_of(kind: type[Enum]) -> Check:
 
 
 def _plain_form(value: KeySpec | Enum) -> object:
-    """The only values in messages that msgpack cannot write by itself."""
+    """Convert the values in messages that msgpack cannot write."""
     if isinstance(value, Enum):
         return value.value
     return [value.dtype, value.shape, value.slice_bytes, value.merge, value.table]
@@ -307,7 +307,7 @@ def check_for(annotation: Any) -> Check:
 
 
 def _part(value: object) -> object:
-    """The check of a Part, written out because a header holds up to a thousand of them."""
+    """Return the check of a Part, written out because a header holds up to a thousand of them."""
     if type(value) is not list or len(value) != 4:
         raise ProtocolError(f"expected [key, index, clock, creation], got {_short(value)}")
     key, index, clock, creation = value
@@ -326,7 +326,7 @@ def _part(value: object) -> object:
 
 
 def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
-    """A function that gives the values of a message's fields in order."""
+    """Return a function that gives the values of a message's fields in order."""
     names = [field.name for field in fields(kind)]
     if len(names) == 1:
         return lambda message: (getattr(message, names[0]),)
@@ -334,7 +334,7 @@ def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
 
 
 def _limits_of(annotation: Any) -> Limit | None:
-    """The limits of a whole number; None for another type."""
+    """Return the limits of a whole number; None for another type."""
     if get_origin(annotation) is not Annotated:
         return Limit(0, BIGGEST) if annotation is int else None
     base, mark = get_args(annotation)

@@ -98,7 +98,7 @@ def put_push_numbers(
 
 
 def write_push(push: PushBatch, sender: int, epoch: Epoch, run: int) -> bytes | None:
-    """The header of a push. None: it is written in another way."""
+    """Return the header of a push; None if it has another form."""
     if push.how != ADD or push.probe:
         return None
     # fmt: off
@@ -170,14 +170,14 @@ def numbers_of(tail: bytes) -> PushNumbers | None:
 
 
 def push_numbers(push: PushBatch) -> PushNumbers | None:
-    """The numbers of a push. None: it is not one sample that is added."""
+    """Return the numbers of a push; None if it is not one sample that is added."""
     if push.how != ADD or push.samples != 1 or push.probe:
         return None
     return PushNumbers(push.request, push.batch, push.clock, push.pull, push.step, push.settled, push.place)
 
 
 def values_header(sender: int, epoch: Epoch, run: int, request: int, version: int) -> bytes:
-    """The header of an answer with one version, and no coding."""
+    """Return the header of an answer with one version, and no coding."""
     # fmt: off
     return _VALUES.pack(
         _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
@@ -187,7 +187,7 @@ def values_header(sender: int, epoch: Epoch, run: int, request: int, version: in
 
 
 def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes | None:
-    """The header of an answer. None: it is written in another way."""
+    """Return the header of an answer; None if it has another form."""
     if values.coding is not None or len(values.versions) != 1:
         return None
     return values_header(sender, epoch, run, values.request, values.versions[0])
@@ -226,7 +226,7 @@ def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: 
 
 
 def version_of(buffer: bytes | bytearray, at: int) -> int | None:
-    """The version of an answer, with which its header goes on at this byte behind its head. None: it is another
+    """Return the version of an answer, with which its header goes on at this byte behind its head. None: it is another
     answer."""
     version, coding = _VALUES_TAIL.unpack_from(buffer, at)
     return version if coding == _NONE and version <= BIGGEST else None

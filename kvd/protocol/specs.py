@@ -197,7 +197,7 @@ class KeySpec:
 
 
 def _in_words(spec: KeySpec) -> str:
-    """The rows of a table."""
+    """Return the rows of a table."""
     assert spec.table is not None
     rows = "any number of" if spec.table.rows == ANY_ROW else spec.table.rows
     return f"{rows} rows of shape {spec.shape}"
@@ -212,7 +212,7 @@ def table_text(key: str | int) -> str:
 
 
 def no_table_text(key: str | int) -> str:
-    """The error of a call for tables, on another key."""
+    """Return the error of a call for tables, on another key."""
     return (
         f"key {key!r} is no table: push arrays or row-sparse gradients to it, and pull its whole value; "
         "a table is made by init(key, kvd.RowSparse(shape=…))"

@@ -13,7 +13,7 @@ SMALLEST_BYTES = 1 << 20  # below, a thread costs more than it saves
 
 
 def digest_of(content: Sequence[Buffer]) -> str:
-    """The SHA-256 of these bytes, one after the other."""
+    """Return the SHA-256 of these bytes, one after the other."""
     digest = sha256()
     for piece in content:
         digest.update(piece)
@@ -34,7 +34,7 @@ class Hashing:
                 self._thread = thread
 
     def digest(self) -> str:
-        """The checksum, once."""
+        """Compute the checksum on first use, and return it."""
         self.join()
         if self._thread is None:
             self._run()

@@ -41,11 +41,11 @@ class Layout:
         self._marks: Mapping[str, KeyMark] = {}
 
     def resting(self, keys: Mapping[str, KeyMark]) -> Sequence[Group]:
-        """The groups of which no key has changed."""
+        """Return the groups without a changed key."""
         return [group for group in self._groups if all(self._rests(name, keys) for name in group)]
 
     def next(self, keys: Mapping[str, KeyMark]) -> Sequence[Group]:
-        """The groups of the next snapshot: each key is in one of them."""
+        """Return the groups of the next snapshot: each key is in one of them."""
         kept = self.resting(keys)
         settled = {name for group in kept for name in group}
         others = sorted(keys.keys() - settled)

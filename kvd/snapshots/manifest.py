@@ -179,7 +179,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
 
         Raises:
             NewerVersion: a later kvd wrote it.

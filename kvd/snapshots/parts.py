@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
 
 
 def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The beginning of a safetensors file, which the bytes of these tensors follow in this order."""
+    """Return the beginning of a safetensors file, which the bytes of these tensors follow in this order."""
     found: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -112,7 +112,7 @@ def _place(name: str, entry: Any, begin: int, nbytes: int) -> Place:
 
 
 def tensors(data: Array, found: Mapping[str, Place]) -> dict[str, Array]:
-    """The tensors of a part, one-dimensional, in its memory.
+    """Return the tensors of a part, one-dimensional, in its memory.
 
     Args:
         data: all bytes of the part.

@@ -88,7 +88,7 @@ class StoredSnapshot:
                 pass  # raises the error of the first part that has one
 
     def value(self, key: StoredKey, memory: PartMemory | None = None) -> Array:
-        """The value of a key, in its shape. It is valid until its parts are given back to the memory.
+        """Return the value of a key, in its shape. It is valid until its parts are given back to the memory.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -96,7 +96,7 @@ class StoredSnapshot:
         return self._array(key.weight, key.dtype, memory).reshape(key.shape)
 
     def rows(self, key: StoredKey, memory: PartMemory | None = None) -> StoredRows:
-        """The rows of a table; valid as a value is. Raises SnapshotError."""
+        """Return the rows of a table; valid as a value is. Raises SnapshotError."""
         table = key.table
         assert table is not None
         count = table.num_rows
@@ -139,7 +139,7 @@ class StoredSnapshot:
         return self.path / self.manifest.parts[number].file
 
     def _part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
-        """The tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""
+        """Return the tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""
         if self._loaded is None or self._loaded[0] != number:
             self._loaded = None
             self._loaded = number, self._read_part(number, memory)
@@ -170,7 +170,7 @@ class StoredSnapshot:
                 raise self._misses(piece)
 
     def _pieces_by_part(self) -> list[list[tuple[Piece, str]]]:
-        """The tensors that each part must have, with their dtypes."""
+        """Return the tensors that each part must have, with their dtypes."""
         found: list[list[tuple[Piece, str]]] = [[] for _ in self.manifest.parts]
         for key in self.manifest.keys:
             for pieces, dtype in key.pieces():

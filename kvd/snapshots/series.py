@@ -25,7 +25,7 @@ class SnapshotSeries:
         self._parts: Sequence[StoredPart] = ()
 
     def begin(self, path: Path, origin: Origin, keys: Mapping[str, KeyMark]) -> NextSnapshot:
-        """The next one.
+        """Begin the next snapshot.
 
         Raises:
             SnapshotError: it cannot be written.

@@ -69,7 +69,7 @@ def _found(path: Path) -> Found:
 
 
 def newest_of(found: Sequence[Found], job: str | None, *, or_older: bool) -> StoredSnapshot | None:
-    """The newest snapshot, verified; None if there is none.
+    """Return the newest snapshot, verified; None if there is none.
 
     Args:
         job: whose snapshots may be taken; None: of any job, if all are of one.
@@ -112,7 +112,7 @@ def newest_of(found: Sequence[Found], job: str | None, *, or_older: bool) -> Sto
 
 
 def newest_at(path: Path, *, missing_ok: bool, or_older: bool) -> StoredSnapshot | None:
-    """The snapshot at `path`, or the newest one in it, verified; None if there is none and `missing_ok`.
+    """Return the snapshot at `path`, or the newest one in it, verified; None if there is none and `missing_ok`.
 
     Raises:
         SnapshotError: see `newest_of`; or this is neither a snapshot nor a folder with some.

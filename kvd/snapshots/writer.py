@@ -78,7 +78,7 @@ class KeyContent(NamedTuple):
 
 
 def table_content(key: str, spec: KeySpec, stored: StoredRows, clock: int) -> KeyContent:
-    """A table as a key of a snapshot.
+    """Return a table as a key of a snapshot.
 
     Args:
         stored: all its rows, ids ascending.

@@ -41,7 +41,7 @@ class IdsInParts(NamedTuple):
 
 
 def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> RowsInParts:
-    """The rows of a push to a table of so many parts. Rows of the same id are added up in their order.
+    """Return the rows of a push to a table of so many parts. Rows of the same id are added up in their order.
 
     Args:
         memory: gives so many bytes, as uint8.
@@ -113,7 +113,7 @@ def _ordered(given: InOrder, parts: int) -> tuple[InOrder, list[tuple[slice, int
 
 
 def _split(ids: Ids, parts: int) -> tuple[Ids, Places, list[int]]:
-    """The ids in the order of their parts, the place of each among them, and the end of each part."""
+    """Return the ids in the order of their parts, the place of each among them, and the end of each part."""
     loop = id_loop("split_ids", len(ids))
     if loop is not None:
         by_part, where = np.empty((2, len(ids)), np.int64)

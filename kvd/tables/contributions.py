@@ -40,7 +40,7 @@ class Contributed(NamedTuple):
 
 
 def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: int, dtype: np.dtype[Any]) -> MergedRows:
-    """The merged rows. They refer to the memory of the contributions.
+    """Return the merged rows. They refer to the memory of the contributions.
 
     Args:
         width, dtype: of a row.

@@ -159,7 +159,7 @@ class PartWriter:
         self._position += head.num_rows
 
     def part(self) -> TablePart:
-        """The part, when all pieces are there.
+        """Return the part, once all pieces have arrived.
 
         Raises:
             ProtocolError: some are missing, or do not say which rows are kept.
@@ -177,7 +177,7 @@ class PartWriter:
         return TablePart(self._description, self._key, self._table, aside, head.version)
 
     def _arrays(self, head: _Head, body: Array) -> list[Array]:
-        """The ids, rows and slots of a piece, as they arrived."""
+        """Return the ids, rows and slots of a piece, as they arrived."""
         dtype = self._description.numpy_dtype
         kinds = [(1, np.dtype(np.int64))]
         if not head.is_of_keeping:
@@ -207,7 +207,7 @@ class PartWriter:
 
 
 def checksum_of(part: TablePart) -> tuple[int, int]:
-    """A checksum of about `CHECKED_NBYTES` of a part, and how many bytes were read for it.
+    """Return a checksum of about `CHECKED_NBYTES` of a part, and how many bytes were read for it.
 
     It is the same for parts that have the same rows, wherever these lie; so that all rows have their turn, the version
     says which are looked at.
@@ -245,7 +245,7 @@ def _joined(pieces: Sequence[Rows], description: RowSparse) -> Rows:
 
 
 def _parsed(piece: Array, key: str) -> tuple[_Head, Array]:
-    """The head of a piece, and what follows it."""
+    """Return the head of a piece, and what follows it."""
     plain, body = unpacked(piece, key)
     try:
         version, step, counts, slots, keeping, position, count = plain

@@ -64,7 +64,7 @@ def _added_up(given: InOrder, rows: Array) -> MergedRows:
 
 
 def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
-    """The ids of two lists, ascending as both are, and the place of each in either list; -1: it is not there."""
+    """Return the ids of two lists, ascending as both are, and the place of each in either list; -1: it is not there."""
     total = len(first) + len(second)
     loop = id_loop("merge_ids", total)
     if loop is not None:
@@ -82,7 +82,7 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
 
 
 def in_order(ids: Ids) -> InOrder:
-    """The ids, ascending."""
+    """Return the ids, ascending."""
     loop = id_loop("sort_ids", len(ids))
     if loop is not None:
         ordered, order = np.empty((2, len(ids)), np.int64)

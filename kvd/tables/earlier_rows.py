@@ -41,7 +41,7 @@ class EarlierRows:
         self._kept: deque[_Aside] = deque()
 
     def __len__(self) -> int:
-        """The updates before which there are rows."""
+        """Return the number of updates with earlier rows."""
         return len(self._kept)
 
     @property

@@ -57,7 +57,7 @@ class RowPages(NamedTuple):
 
 
 def pages_of(stored: StoredRows, parts: int, memory: Callable[[int], Array]) -> RowPages:
-    """The rows in pieces for each of so many parts; none for a part without rows.
+    """Return the rows in pieces for each of so many parts; none for a part without rows.
 
     Args:
         memory: gives so many bytes, as uint8.

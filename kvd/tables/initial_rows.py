@@ -92,7 +92,7 @@ class InitialRows:
 
 
 def _sum_of_lanes(bits: Bits) -> Bits:
-    """The sum of the four numbers of 16 bits in each."""
+    """Return the sum of the four 16-bit numbers in each."""
     pairs: Bits = (bits & _LANE) + ((bits >> _16) & _LANE)
     return (pairs + (pairs >> _32)) & _WORD
 

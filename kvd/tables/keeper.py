@@ -209,12 +209,12 @@ class Keeper:
     # ── what has changed ──
 
     def updated_since(self, number: int) -> Ids:
-        """The rows that were changed after this update and are there, ascending. Updates are tracked."""
+        """Return the rows that were changed after this update and are there, ascending. Updates are tracked."""
         assert self._recency is not None
         return self._recency.since(number)
 
     def evicted_since(self, number: int) -> Ids:
-        """The rows that were evicted after this update and are not there, ascending.
+        """Return the rows that were evicted after this update and are not there, ascending.
 
         Raises:
             NotAllowed: there were too many evictions since.

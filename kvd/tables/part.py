@@ -180,7 +180,7 @@ class TablePart:
     # ── reading ──
 
     def read(self, version: int, ids: Ids, allocate: Callable[[int], Array]) -> Array:
-        """The rows of these ids at a version, in their order, as bytes.
+        """Return the rows of these ids at a version, in their order, as bytes.
 
         Args:
             allocate: gives so many bytes, as uint8.

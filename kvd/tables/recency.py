@@ -114,12 +114,12 @@ class Recency:
         return np.concatenate(found)
 
     def since(self, number: int) -> Ids:
-        """The rows that were updated after this update, ascending."""
+        """Return the rows that were updated after this update, ascending."""
         places = np.flatnonzero(self._last.where_they_lie()[: len(self._index), 0] > number)
         return np.sort(self._index.ids()[places])
 
     def last(self, ids: Ids) -> Ids:
-        """The last update of each of these rows."""
+        """Return the last update of each of these rows."""
         found: Ids = self._last.where_they_lie()[self._index.find(ids), 0]
         return found
 

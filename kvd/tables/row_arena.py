@@ -100,7 +100,7 @@ class RowArena:
                 self._rows = _rows_of(self._pages, width, dtype)
 
     def where_they_lie(self) -> Array:
-        """The rows themselves, for one calculation: they move when the next ones come."""
+        """Return the rows themselves, for one calculation: they move when the next ones come."""
         return self._rows
 
     def take(self, places: Places, out: Array) -> Array:

@@ -63,11 +63,11 @@ class RowIndex:
         return self._ids.nbytes + self._places.nbytes + (0 if self._by_place is None else self._by_place.nbytes)
 
     def find(self, ids: Ids) -> Places:
-        """The place of each id; -1 for those that have none."""
+        """Return the place of each id; -1 for those that have none."""
         return self.found(ids).places
 
     def found(self, ids: Ids) -> Found:
-        """The place of each id, and which ids have none."""
+        """Return the place of each id, and which ids have none."""
         loop = id_loop("find_ids", len(ids))
         if loop is None:
             places = self._find(ids)
@@ -171,7 +171,7 @@ class RowIndex:
         self._count -= len(ids)
 
     def ids(self) -> Ids:
-        """The ids in the order of their places."""
+        """Return the ids in the order of their places."""
         if self._by_place is not None:
             return self._by_place.where_they_lie()[: self._count, 0].copy()
         taken = np.flatnonzero(self._ids >= 0)
@@ -180,7 +180,7 @@ class RowIndex:
         return ids
 
     def ids_at(self, places: Places) -> Ids:
-        """The ids at these places, of an index from which ids can be removed."""
+        """Return the ids at these places, of an index from which ids can be removed."""
         assert self._by_place is not None
         ids: Ids = self._by_place.where_they_lie()[places, 0]
         return ids

@@ -69,7 +69,7 @@ def is_row_sparse(value: object) -> bool:
 
 
 def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False, is_first: bool = False) -> Rows:
-    """The rows of a value for this table; those of a list, one value per device, one after the other.
+    """Return the rows of a value for this table; those of a list, one value per device, one after the other.
 
     Args:
         cast: the rows may have another floating dtype than the table.
@@ -157,7 +157,7 @@ def _elements(key: str | int, value: Any, spec: KeySpec | None) -> tuple[tuple[I
 
 
 def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
-    """The row ids of a call, shape (n,).
+    """Return the row ids of a call, shape (n,).
 
     Raises:
         DtypeMismatch: they are no whole numbers.
@@ -220,7 +220,7 @@ def _all_integers(what: str, key: str | int, value: Any) -> Array:
 
 
 def _parted(key: str | int, value: Any) -> tuple[Any, Any]:
-    """The ids and the rows of one value."""
+    """Return the ids and the rows of one value."""
     if isinstance(value, RowSparseArray):
         return value.ids, value.rows
     if _is_sparse_tensor(value):

@@ -75,7 +75,7 @@ class Page(NamedTuple):
 
 
 def page_of(piece: Array, description: RowSparse, key: str, *, has_rows: bool = True) -> Page:
-    """The rows of a piece, uncopied.
+    """Return the rows of a piece, uncopied.
 
     Args:
         has_rows: False: the rows have no elements, only what the optimizer keeps of them.
@@ -137,7 +137,7 @@ class RowPages:
         return self._ids.nbytes + sum([array.nbytes for array in self._kept or ()])
 
     def page(self, first: int, most_nbytes: int, allocate: Callable[[int], Array]) -> tuple[Array, int]:
-        """The rows from this one on, as a piece, and how many come after it; none behind the last.
+        """Return the rows from this one on, as a piece, and how many come after it; none behind the last.
 
         Args:
             most_nbytes: of the rows, but there is one at least.
@@ -162,7 +162,7 @@ def all_of(table: Table) -> StoredRows:
 
 
 def joined(some: Sequence[StoredRows], description: RowSparse) -> StoredRows:
-    """The rows of all, ids ascending, in memory of their own. A slot that some lack is zeros there.
+    """Return the rows of all, ids ascending, in memory of their own. A slot that some lack is zeros there.
 
     Args:
         some: of parts of one table, so no id is there twice.

@@ -188,7 +188,7 @@ class Table:
         self.step = 0
 
     def ids(self) -> Ids:
-        """The rows that take memory, ascending."""
+        """Return the rows that take memory, ascending."""
         return np.sort(self._index.ids())
 
     def slot(self, name: str, ids: Ids) -> Array:
@@ -204,7 +204,7 @@ class Table:
         return self._keeper.number if self._keeper is not None and self.description.keeping.track_updates else None
 
     def updated_since(self, number: int) -> Ids:
-        """The rows that were changed after this update and are there, ascending.
+        """Return the rows that were changed after this update and are there, ascending.
 
         Raises:
             NotAllowed: the table does not track updates, or has not had so many.
@@ -212,7 +212,7 @@ class Table:
         return self._tracked_by(number).updated_since(number)
 
     def evicted_since(self, number: int) -> Ids:
-        """The rows that were evicted after this update and are not there, ascending.
+        """Return the rows that were evicted after this update and are not there, ascending.
 
         Raises:
             NotAllowed: the same, or there were too many evictions since.
@@ -252,7 +252,7 @@ class Table:
         return self._columns.slot_widths
 
     def ids_by_place(self) -> Ids:
-        """The rows that were updated, in the order in which they lie in memory."""
+        """Return the rows that were updated, in the order in which they lie in memory."""
         return self._index.ids()
 
     def rows_at(self, places: Places | slice) -> list[Array]:

@@ -92,7 +92,7 @@ class Turnover:
             raise
 
     def settle(self, seats: Seats) -> Rows:
-        """The update was made. Returns the rows that were there and have gone, as they were before it."""
+        """Finish an update. Return the evicted rows as they were before it."""
         if self._keeper is not None:
             self._keeper.note(seats.ids, seats.places, seats.num_named)
             if len(seats.left):

@@ -47,7 +47,7 @@ class Codec(Protocol):
     tile: int
 
     def max_nbytes(self, size: int) -> int:
-        """The most bytes that ``size`` elements take."""
+        """Return the most bytes that ``size`` elements take."""
 
     def encode(self, values: Floats, out: Bytes, nonce: int) -> int:
         """Encode ``values``, which are not changed, into ``out``, which has room for ``max_nbytes`` of them.
@@ -123,14 +123,14 @@ _CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
 
 
 def keeping(codec: Codec) -> KeepingCodec | None:
-    """The codec, if it is a KeepingCodec: to ask for each slice whether it follows a protocol takes long."""
+    """Return the codec, if it is a KeepingCodec: to ask for each slice whether it follows a protocol takes long."""
     kept: Any = codec
     return kept if hasattr(codec, "encode_keeping") else None
 
 
 @lru_cache(64)
 def codec_of(compressor: Compressor) -> Codec:
-    """The codec of a compressor: a built-in one, or what its ``codec()`` returns."""
+    """Return the codec of a compressor: a built-in one, or what its ``codec()`` returns."""
     make = _CODECS.get(type(compressor))
     if make is not None:
         return make(compressor)

@@ -96,7 +96,7 @@ def _write_pairs(values: NDArray[np.float32], threshold: np.float32, out: NDArra
 
 @cache
 def _spread() -> NDArray[np.uint16]:
-    """The eight bits of each byte, with a 0 ahead of each."""
+    """Return the eight bits of each byte, with a 0 ahead of each."""
     return bits_of_bytes().astype(np.uint16) @ (np.uint16(1) << np.arange(14, -2, -2, dtype=np.uint16))
 
 
@@ -134,7 +134,7 @@ class OneBitCodec:
 
 
 def bits_of_bytes() -> NDArray[np.uint8]:
-    """The bits of each byte, from the uppermost on."""
+    """Return the bits of each byte, from the uppermost on."""
     return np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1)
 
 

@@ -112,7 +112,7 @@ class FP8Codec(BlockCodec):
 
 @cache
 def _e4m3_codes() -> Bytes:
-    """The e4m3 number nearest to each float32 whose lower half is 0."""
+    """Return the e4m3 number nearest to each float32 whose lower half is 0."""
     upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     with np.errstate(invalid="ignore"):
         codes: Bytes = upper.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)

@@ -108,7 +108,7 @@ class TopKCodec(PairsCodec):
 
 
 def _with_zeros(magnitudes: NDArray[np.uint32], count: int) -> Indices:
-    """The indices of all that are not 0, and of the first that are."""
+    """Return the indices of all that are not 0, and of the first that are."""
     chosen = magnitudes != 0
     chosen[np.flatnonzero(~chosen)[:count]] = True
     return np.flatnonzero(chosen)
