@@ -73,7 +73,7 @@ def _is_chosen(option: str, choice: str, value: object, other: str = "none") -> 
 
 
 def _mu(given: dict[object, object]) -> float:
-    """Takes the options of momentum out of those that are given."""
+    """Remove the options of momentum from the given ones, and return them."""
     if not _is_chosen("momentum", "nesterov", given.pop("momentum", "none")):
         require("mu", "mu" not in given, 'given with momentum "nesterov" only', given.get("mu"))
         return 0.0

@@ -1,4 +1,4 @@
-"""Optimizers with multipliers, as they are for one key; kept, since an update looks them up for each key."""
+"""Cache of optimizers with the multipliers of a key applied: an update looks one up for each key."""
 
 from __future__ import annotations
 

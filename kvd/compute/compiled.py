@@ -1,4 +1,4 @@
-"""Decides which loops are compiled: numba's, if it is installed, once there is enough work for them.
+"""Compilation of loops by numba, if installed, once there is enough work for them.
 
 The loops of :mod:`kvd.compute.jit` give the bits of the NumPy kernels, several times faster, so it does not matter when
 one takes the place of the other. Importing numba and compiling a loop take seconds, and no update waits for it: NumPy
@@ -78,7 +78,7 @@ class Loop:
 
 
 class _Compiler:
-    """Compiles one loop after the other, in a thread that ends when there is nothing left to do.
+    """Queue of loops to compile, with a thread that ends when the queue is empty.
 
     The thread is no daemon: LLVM must not be at work while the interpreter shuts down. At the end of the
     program the thread finishes its current loop, and starts no other.

@@ -93,7 +93,7 @@ def level_of(line: bytes) -> int | None:
 
 
 class Throttle:
-    """Lets one warning of each kind through per interval, and counts the swallowed ones.
+    """Rate limit of warnings: one of each kind per interval; suppressed ones are counted.
 
     A peer that sends garbage must not fill the log, nor the memory with ever new kinds: beyond `max_keys` kinds, the
     one that was let through longest ago is forgotten.
@@ -195,7 +195,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Escapes what the stream cannot encode, and gives up silently when it is gone: there is no other place to log."""
+    """Log handler that escapes unencodable text, and gives up silently when its stream is gone."""
 
     def format(self, record: logging.LogRecord) -> str:
         encoding = getattr(self.stream, "encoding", None) or "utf-8"

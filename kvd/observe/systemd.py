@@ -14,7 +14,7 @@ MAX_STATUS: Final = 1024
 
 
 class Notifier:
-    """Tells systemd the state of this service. Does nothing if systemd did not start the service.
+    """Notifier of systemd about the state of this service. Inactive if systemd did not start the service.
 
     No method blocks or raises; each returns whether its message was taken. The next watchdog message makes up for a
     lost one.

@@ -1,4 +1,4 @@
-"""Checks for every field of an optimizer or a schedule, whether a person or a peer wrote it."""
+"""Checks of the fields of optimizers and schedules, from programs and from peers."""
 
 from __future__ import annotations
 

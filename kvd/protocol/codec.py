@@ -1,4 +1,4 @@
-"""Messages to bytes and back.
+"""Codec of messages to bytes and back.
 
 A header is one msgpack list: version, kind, sender, generation, change, run, then the message's fields. Decoding is
 total: any bytes either give a message within every limit of `kvd.protocol.messages`, or raise ProtocolError. The checks
@@ -118,7 +118,7 @@ def decode(header: bytes | memoryview) -> Decoded:
 
 
 def _walk(header: bytes | memoryview) -> None:
-    """Raises an error of msgpack if the header ends too early. Nothing is built: `unpackb` makes room for all entries
+    """Raise an error of msgpack if the header ends too early. Nothing is built: `unpackb` makes room for all entries
     that a list promises before it reads one, and a thousand nested promises in 4 KiB would take 33 MB and 25 ms."""
     unpacker = msgpack.Unpacker(max_buffer_size=MAX_HEADER_BYTES)
     unpacker.feed(header)

@@ -75,7 +75,7 @@ def put_push(
     settled: int,
     place: int,
 ) -> None:
-    """Writes the header of a PushBatch to `buffer`, from byte `at` on: one sample, with a pull, and no probe."""
+    """Write the header of a PushBatch to `buffer`, from byte `at` on: one sample, with a pull, and no probe."""
     # fmt: off
     _PUSH.pack_into(
         buffer, at, _LONG_LIST, _PUSH_ENTRIES, VERSION, PushBatch.KIND,
@@ -88,7 +88,7 @@ def put_push(
 def put_push_numbers(
     buffer: bytearray, at: int, request: int, batch: int, clock: int, step: int, settled: int, place: int
 ) -> None:
-    """Writes these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
+    """Write these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
     # fmt: off
     _PUSH_NUMBERS.pack_into(
         buffer, at + _PUSH_NUMBERS_AT, request, _WIDE, batch, _WIDE, clock, _ONE_SAMPLE_AND_PULL,
@@ -216,7 +216,7 @@ def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
 
 
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:
-    """Writes the header of an answer up to its version to `buffer`, from byte `at` on, to compare one with."""
+    """Write the header of an answer up to its version to `buffer`, from byte `at` on, to compare one with."""
     # fmt: off
     _VALUES_HEAD.pack_into(
         buffer, at, _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,

@@ -136,7 +136,7 @@ class KeySpec:
     def check_same(
         self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False, what: str = "value"
     ) -> None:
-        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
+        """Raise ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
         one of the two is a table, or they are tables with different initializers or rows to keep.
 
         Args:
@@ -167,7 +167,7 @@ class KeySpec:
             )
 
     def _check_same_table(self, other: KeySpec, key: str | int, node: str) -> None:
-        """Tables in different numbers of parts are the same: a program does not choose that number."""
+        """Check that both are the same table apart from the number of parts, which a program does not choose."""
         mine, theirs = self.table, other.table
         if mine is None:
             raise NotAllowed(no_table_text(key), key=key, node=node)
@@ -184,7 +184,7 @@ class KeySpec:
             raise NotAllowed(f"{text} options, or use another key", key=key, node=node)
 
     def check_merge(self, other: KeySpec, key: str | int, default: str) -> None:
-        """Raises MergeMismatch if `other`, with which the key is made again, has another merge.
+        """Raise MergeMismatch if `other`, with which the key is made again, has another merge.
 
         Args:
             default: the merge of the cluster.

@@ -47,7 +47,7 @@ class NewFolder:
             os.fsync(file.fileno())
 
     def link(self, name: str, there: Path, nbytes: int) -> bool:
-        """Gives a file that is there, on stable storage, one more name, in place of what has that name here. False: it
+        """Link an existing file on stable storage under one more name, replacing the file of that name. False: it
         cannot be done, or it has another size; then nothing has changed."""
         aside = self._folder / f".{name}"
         try:
@@ -61,7 +61,7 @@ class NewFolder:
         return True
 
     def publish(self) -> None:
-        """Gives the folder its name.
+        """Give the folder its name.
 
         Raises:
             OSError: something else has the name, or it cannot be given.
@@ -71,7 +71,7 @@ class NewFolder:
         _sync(self._target.parent)
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Remove the written files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

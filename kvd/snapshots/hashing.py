@@ -41,7 +41,7 @@ class Hashing:
         return self._digest
 
     def join(self) -> None:
-        """Returns when nothing is hashed any more."""
+        """Wait until all hashing is done."""
         if self._thread is not None:
             self._thread.join()
 
@@ -51,7 +51,7 @@ class Hashing:
 
 @contextmanager
 def hashed_beside(content: Sequence[Buffer]) -> Iterator[Hashing]:
-    """Hashes these bytes during the block. They may be changed after it."""
+    """Hash these bytes during the block. They may be changed after it."""
     hashing = Hashing(content)
     try:
         yield hashing

@@ -309,7 +309,7 @@ def _pieces(plain: Any, name: str) -> tuple[Piece, ...]:
 
 
 def _check_pieces(keys: Sequence[StoredKey], num_parts: int) -> None:
-    """Raises ValueError unless each array has as many elements as its key, in parts that there are."""
+    """Raise ValueError unless each array has as many elements as its key, in existing parts."""
     for key in keys:
         for slot in key.state.values():
             _check_size(key, slot.pieces, None if key.table else key.elements)

@@ -101,7 +101,7 @@ def places(file: BinaryIO, nbytes: int) -> dict[str, Place]:
 
 
 def _place(name: str, entry: Any, begin: int, nbytes: int) -> Place:
-    """Raises ValueError unless this describes a tensor within so many bytes."""
+    """Raise ValueError unless this describes a tensor within so many bytes."""
     match entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(first), int(last)]} if code in _NAMES:
             dtype = _NAMES[code]

@@ -1,4 +1,4 @@
-"""Reads a snapshot. Whatever is wrong with it is a SnapshotError that names the file."""
+"""Reader of snapshots. Every fault of a snapshot is a SnapshotError that names the file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StoredSnapshot:
 
     @classmethod
     def open(cls, path: Path) -> StoredSnapshot:
-        """Reads the manifest.
+        """Read the manifest.
 
         Raises:
             SnapshotError: this is no snapshot, no complete one, or one of a newer kvd.
@@ -77,7 +77,7 @@ class StoredSnapshot:
             raise SnapshotError(f"{file} is damaged: {error}; {_EARLIER}", path=str(file)) from None
 
     def verify(self) -> None:
-        """Reads every part once, and keeps nothing of it.
+        """Read and check every part once, without keeping it.
 
         Raises:
             SnapshotError: a part is missing or damaged, or of another snapshot; it names the file.

@@ -74,11 +74,11 @@ class NextSnapshot:
         self._writer.add_group(contents, rests=group in self._resting)
 
     def abort(self) -> None:
-        """Removes what was written."""
+        """Remove the written files."""
         self._writer.abort()
 
     def finish(self) -> None:
-        """Gives the snapshot its name, and remembers it. Raises SnapshotError."""
+        """Give the snapshot its name, and remember it. Raises SnapshotError."""
         self._series.taken(self._path, self.groups, self._keys, self._writer.finish())
 
 

@@ -137,7 +137,7 @@ def newest_at(path: Path, *, missing_ok: bool, or_older: bool) -> StoredSnapshot
 
 
 def check_is_newest(folder: Path, job: str, lineage: str, steps: int) -> None:
-    """Raises SnapshotError if the job has snapshots here that are later than `steps` and of an earlier start of it:
+    """Raise SnapshotError if the job has snapshots here that are later than `steps` and of an earlier start of it:
     those that come would lie among them. Damaged ones are in nobody's way."""
     for each in reversed(snapshots_in(folder)):
         origin = each.origin
@@ -153,7 +153,7 @@ def check_is_newest(folder: Path, job: str, lineage: str, steps: int) -> None:
 
 
 def set_aside(path: Path, job: str, lineage: str) -> None:
-    """Removes a snapshot that is damaged, or of an earlier start of the job, from the place of one that is to come.
+    """Remove a damaged snapshot, or one of an earlier start of the job, to make room for the next one.
 
     Raises:
         OSError: it cannot be moved.
@@ -166,7 +166,7 @@ def set_aside(path: Path, job: str, lineage: str) -> None:
 
 
 def keep_newest(folder: Path, job: str, keep: int) -> None:
-    """Removes all but the newest complete snapshots of a job, and what killed processes have left.
+    """Remove all but the newest complete snapshots of a job, and leftovers of killed processes.
 
     Raises:
         SnapshotError: the folder cannot be read.

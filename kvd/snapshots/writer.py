@@ -1,4 +1,4 @@
-"""Writes a snapshot, key by key. At most one part and one key are in memory."""
+"""Writer of snapshots, key by key. At most one part and one key are in memory."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class SnapshotWriter:
         self._keys.append(StoredKey(key, name, shape, clock, updates, weight, slots, merge, stored))
 
     def add_group(self, contents: Sequence[KeyContent], *, rests: bool) -> None:
-        """Keys in parts of their own.
+        """Write keys into parts of their own.
 
         Args:
             rests: they have probably not changed since they were written into earlier parts. A wrong guess costs time.
@@ -165,7 +165,7 @@ class SnapshotWriter:
             self._rests = False
 
     def finish(self) -> Manifest:
-        """Writes the rest, and gives the folder its name. Returns what is in it."""
+        """Write the rest, give the folder its name, and return its manifest."""
         self._end_part()
         content = Manifest(self._origin, tuple(self._keys), tuple(self._parts))
         with _said(self._path):
@@ -174,7 +174,7 @@ class SnapshotWriter:
         return content
 
     def abort(self) -> None:
-        """Removes what was written; not after `finish`."""
+        """Remove the written files; not after `finish`."""
         self._folder.discard()
 
     def _end_part(self) -> None:
@@ -183,7 +183,7 @@ class SnapshotWriter:
                 self._write_part()
 
     def _put(self, what: str, key: str, array: Array) -> tuple[Piece, ...]:
-        """Cuts an array into tensors that fit into parts. Their names tell apart any keys."""
+        """Cut an array into tensors that fit into parts, with names that are unique for all keys."""
         if array.nbytes <= self._part_bytes:
             return (self._put_piece(f"{what}|{key}", array, array.size),)
         flat = array.reshape(-1)

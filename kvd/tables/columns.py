@@ -92,7 +92,7 @@ class Columns:
             arena.put(places, rows)
 
     def clear(self, places: Places | slice) -> None:
-        """Zeros are at these places then."""
+        """Set these places to zeros."""
         for arena in self._all():
             arena.where_they_lie()[places] = 0
 

@@ -75,7 +75,7 @@ class _Head(NamedTuple):
 
 
 class PartReader:
-    """Reads a part that does not change meanwhile."""
+    """Reader of a part that does not change meanwhile."""
 
     def __init__(self, part: TablePart) -> None:
         self._part = part
@@ -110,7 +110,7 @@ class PartReader:
 
 
 class PartWriter:
-    """Makes a part of its pieces, which come in their order; one that came before changes nothing.
+    """Builder of a part from its pieces, in their order. A repeated piece is ignored.
 
     Args:
         parts: of the table, of which this is one.
@@ -132,7 +132,7 @@ class PartWriter:
         return self._table.nbytes + aside + sum([each.nbytes for pieces in self._keeping.values() for each in pieces])
 
     def add(self, piece: Array) -> None:
-        """Takes a piece, as uint8.
+        """Add a piece, as uint8.
 
         Raises:
             ProtocolError: it is none of this part, or others are missing before it.

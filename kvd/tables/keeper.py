@@ -38,7 +38,7 @@ class _Naming(NamedTuple):
 
 
 class Keeper:
-    """Goes with one table, or with one part of it. Not safe to use from several threads.
+    """Keeper of one table, or of one part of it. Not thread-safe.
 
     Args:
         keeping: what the program wants.
@@ -282,7 +282,7 @@ _PAIRS = (("ids", "last"), ("young_ids", "young_counts"), ("old_ids", "old_count
 
 
 def _is_ordered(state: Mapping[str, Ids], ids: str, numbers: str) -> bool:
-    """Evictions are in the order of their updates, all others in that of their ids, each of which is there once."""
+    """Return whether evictions are in the order of their updates, and all other lists in that of their distinct ids."""
     if ids == "evicted_ids":
         return bool((state[numbers][1:] >= state[numbers][:-1]).all())
     return bool((state[ids][1:] > state[ids][:-1]).all() and (state[ids][:1] >= 0).all())

@@ -101,7 +101,7 @@ class LazyRule:
         slots: list[RowArena],
         before: Array | None,
     ) -> bool:
-        """Makes the update where the rows lie, with a compiled loop that does the same; False if none is ready."""
+        """Update the rows in place with an equal compiled loop. Return False if none is ready."""
         name = loop_name(self._kernel)
         if name not in ROW_LOOPS or self._goes_by_row or not merged.are_contiguous:
             return False

@@ -117,7 +117,7 @@ class TablePart:
         mode: MergeMode,
         allocate: Callable[[int], Array] | None = None,
     ) -> Array | None:
-        """Makes the next version.
+        """Make the next version.
 
         Once rows are changed, the update counts. If there is no memory then to put rows aside, the versions before
         cannot be read any more.
@@ -149,7 +149,7 @@ class TablePart:
         return made
 
     def store(self, stored: StoredRows) -> None:
-        """Puts rows in place of those of their ids: the next version, before which there is none.
+        """Replace rows by id: the result is the next version, without an earlier one.
 
         Raises:
             NotAllowed: there would be too many rows.
@@ -161,7 +161,7 @@ class TablePart:
         self.version += 1
 
     def store_state(self, stored: StoredRows, *, is_first: bool) -> None:
-        """Puts what the optimizer keeps of rows in place of all that it has kept. The rows and their version stay.
+        """Replace the optimizer's state of rows. The rows and their version stay.
 
         Args:
             is_first: more of the same state may follow.

@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 class RowIndex:
-    """Places are given in the order 0, 1, 2 …, without a hole: if ids are removed, the last ones get their places.
+    """Index of row ids. Places are 0, 1, 2 … without gaps: the last ids move to the places of removed ones.
 
     Args:
         removable: whether ids can be removed, which takes 8 bytes more for each.

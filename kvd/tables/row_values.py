@@ -180,7 +180,7 @@ def _one_dimension(what: str, key: str | int, value: Any) -> Array:
 
 
 def _check_within(what: str, key: str | int, ids: Array, last: int) -> None:
-    """Raises NotAllowed unless all ids are from 0 to `last`."""
+    """Raise NotAllowed unless all ids are from 0 to `last`."""
     if ids.dtype == _INT64:
         # One look at all of them: as unsigned numbers, those below 0 are the largest.
         is_wrong = ids.size and int(ids.view(np.uint64).max()) > last

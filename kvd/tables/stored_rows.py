@@ -116,7 +116,7 @@ def _checked(value: Any) -> Any:
 
 
 class RowPages:
-    """Reads the rows of a part, some at a time.
+    """Reader of the rows of a part, some at a time.
 
     Args:
         version: of the part.

@@ -263,7 +263,7 @@ class Table:
         return self._columns.rows_at(places)
 
     def load(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> bool:
-        """Adds rows behind the others, with what the optimizer keeps of them. False, and nothing was changed, if one of
+        """Append rows with their optimizer state. False, and nothing was changed, if one of
         them is there.
 
         Args:
@@ -283,7 +283,7 @@ class Table:
         return True
 
     def store(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> None:
-        """Puts rows in place of those of these ids, with what the optimizer keeps of them: it is no update. The table
+        """Replace the rows of these ids and their optimizer state, which is no update. The table
         admits them all, as rows of the newest update.
 
         Args:
@@ -315,7 +315,7 @@ class Table:
             self._keeper.stored(ids[fresh], places[fresh], num_before)
 
     def _seated(self, ids: Ids, *, are_given: bool = True) -> Found:
-        """Places for all of these ids, and which of them are new. Memory first: an error leaves all as it was.
+        """Return places for all of these ids, and which of them are new. An error leaves everything unchanged.
 
         Args:
             are_given: False: new rows begin as the initializer says.

@@ -55,7 +55,7 @@ class Seats(NamedTuple):
 
 
 class Turnover:
-    """Goes with one table: an update is begun, and then settled or taken back. Not safe to use from several threads.
+    """Eviction during an update of one table: begin, then settle or take back. Not thread-safe.
 
     Args:
         keeper: says which rows go; None: none ever do.

@@ -37,7 +37,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """Encodes and decodes slices of a value. It holds no state: threads share it.
+    """Codec of slices of a value. It is stateless and shared by threads.
 
     Attributes:
         tile: so many elements, and whole multiples of them, are encoded apart from those behind them, whose bytes
@@ -67,7 +67,7 @@ class Codec(Protocol):
 
 
 class KeepingCodec(Codec, Protocol):
-    """Encodes for error feedback in one go."""
+    """Codec that encodes and updates the residual in one pass."""
 
     def encode_keeping(self, kept: Floats, out: Bytes, nonce: int, sent: Floats | None) -> int | None:
         """Encode and update the residual in one pass; return None if that is impossible now.
@@ -78,7 +78,7 @@ class KeepingCodec(Codec, Protocol):
 
 @runtime_checkable
 class RememberingCodec(Codec, Protocol):
-    """Encodes one slice, and keeps something from push to push."""
+    """Codec of one slice with a memory from push to push."""
 
     @property
     def memory_size(self) -> int:

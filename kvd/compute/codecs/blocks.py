@@ -33,7 +33,7 @@ class BlockCodec(ABC):
 
     @abstractmethod
     def _to_codes(self, quotients: Floats, codes: Bytes) -> None:
-        """Quotients from −top to top, or not finite, to bytes. May change the quotients."""
+        """Convert quotients from −top to top, or not finite, to bytes. May change the quotients."""
 
     @abstractmethod
     def _from_codes(self, codes: Bytes, out: Floats) -> None:
@@ -75,7 +75,7 @@ class BlockCodec(ABC):
 
 
 class Int8Codec(BlockCodec):
-    """Quotients rounded to whole numbers from −127 to 127; −128 is NaN, for all that is not finite."""
+    """Rounding of quotients to whole numbers from −127 to 127; −128 stands for values that are not finite."""
 
     top = 127.0
 
@@ -93,7 +93,7 @@ class Int8Codec(BlockCodec):
 
 
 class FP8Codec(BlockCodec):
-    """Quotients rounded to the nearest e4m3 number, which knows NaN but no infinity."""
+    """Rounding of quotients to the nearest e4m3 number, which has NaN but no infinity."""
 
     top = 448.0
 

@@ -35,7 +35,7 @@ def _mixed(first: int, second: int) -> int:
 
 
 def _mix(numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Changes the numbers in place: every bit of one depends on all bits that it had."""
+    """Mix the bits of each number in place: every bit of the result depends on all bits."""
     numbers ^= numbers >> np.uint32(16)
     numbers *= _FIRST
     numbers ^= numbers >> np.uint32(15)

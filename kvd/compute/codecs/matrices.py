@@ -113,7 +113,7 @@ class LowRankCodec:
 
 
 class MatrixSlice:
-    """Encodes one slice of a matrix: one step of the power method per push, from the Q of the last one on.
+    """Codec of one slice of a matrix: one step of the power method per push, starting from the last Q.
 
     Args:
         memory: shape (memory_size,): Q as it was left, and is left; 0: it is drawn. Without it, each push draws one.
