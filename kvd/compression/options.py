@@ -83,7 +83,7 @@ def _mu(given: dict[object, object]) -> float:
 
 
 def _state_dir(given: dict[object, object], *, is_kept: bool) -> str:
-    """Takes it out of the options that are given."""
+    """Remove the state directory from the given options, and return it."""
     if "state_dir" not in given:
         return ""
     folder = given.pop("state_dir")

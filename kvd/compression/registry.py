@@ -46,8 +46,10 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def known_compressors() -> Mapping[str, type[Compressor]]:
-    """The compressors by name. An entry point that cannot be used is left out, with a warning in the log: it must not
-    keep a server from starting."""
+    """Return the compressors by name.
+
+    An unusable entry point is left out with a warning in the log: it must not keep a server from starting.
+    """
     from importlib.metadata import entry_points  # takes a while, and most processes compress nothing
 
     found = dict(_BUILT_IN)

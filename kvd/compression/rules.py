@@ -91,7 +91,7 @@ class TwoBit(Compressor):
             require("threshold", 2.0**-126 <= self.threshold < 2.0**127, "> 0 in float32", self.threshold)
 
     def of_merged(self, count: int) -> TwoBit:
-        """A threshold as much larger as the sum may be: what is left over stays below it then, in every round."""
+        """Scale the threshold with the largest possible sum, which bounds the residual in every round."""
         return self if self.threshold is None else TwoBit(self.threshold * count)
 
 
@@ -195,7 +195,7 @@ class Signs(Compressor):
     scaling: bool = True
 
     def of_merged(self, count: int) -> Signs | None:
-        """Without scaling, of the mean only: 1 and −1 cannot say a sum of several."""
+        """Without scaling, compress the mean only: 1 and −1 cannot express a sum."""
         return self if self.scaling or count == 1 else None
 
 
@@ -309,7 +309,7 @@ class PowerSGD(Compressor):
         require("seed", self.seed >= 0, "≥ 0", self.seed)
 
     def of_merged(self, count: int) -> None:
-        """A server has slices of values, and not their shapes."""
+        """Send sums plain: a server has slices of values without their shapes."""
         return
 
 

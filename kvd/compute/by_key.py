@@ -34,7 +34,7 @@ _known: dict[int, _ByKey] = {}
 
 
 def optimizer_for(optimizer: Optimizer, key: str) -> Optimizer:
-    """The optimizer with the learning rate and the weight decay of a key: the same object for the same factors."""
+    """Return the optimizer with the learning rate and decay of a key: one object for equal factors."""
     if not optimizer.differs_by_key:
         return optimizer
     own = _known.get(id(optimizer))

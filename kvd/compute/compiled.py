@@ -67,7 +67,7 @@ class Loop:
         return self._function
 
     def use(self, function: Function) -> None:
-        """From now on, calculate with ``function``."""
+        """Calculate with ``function`` from now on."""
         self._asked = True
         self._function = function
 

@@ -75,7 +75,7 @@ class MergePlan(NamedTuple):
         return 1 <= len(self.contributions) <= 2 and self.dtype.kind not in "iu"
 
     def factors(self) -> tuple[float, float, float]:
-        """The numbers of a short merge as the compiled loops take them: a factor for each contribution, the divisor.
+        """Return the numbers of a short merge for compiled loops: a factor for each contribution, the divisor.
 
         What is multiplied or divided by 1 keeps its bits.
         """
@@ -86,7 +86,7 @@ class MergePlan(NamedTuple):
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which arrays of ``dtype`` are merged: float32 for float16 and bfloat16, else ``dtype`` itself."""
+    """Return the dtype for merging ``dtype``: float32 for float16 and bfloat16, else ``dtype`` itself."""
     return _FLOAT32 if is_half(dtype) else dtype
 
 
@@ -232,7 +232,7 @@ def merge_tile(plan: MergePlan, part: slice, accumulator: Array, scratch: Array)
 
 
 def _term(plan: MergePlan, index: int, part: slice, buffer: Array) -> Array:
-    """One contribution as it is added: itself if nothing has to be calculated, else ``buffer`` filled with it."""
+    """Return one contribution as it is added: itself, or ``buffer`` filled with the converted values."""
     source = plan.contributions[index]
     if part is not EVERYTHING:
         source = source[part]

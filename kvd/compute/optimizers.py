@@ -248,7 +248,7 @@ def _update_slice(
 
 
 def _merged_tile(plan: MergePlan, part: slice, merged: Array | None, scratch: Scratch) -> Array:
-    """One tile of the merge, in ``merged`` if that is wanted: the one contribution itself, or else calculated."""
+    """Return one tile of the merge: the single contribution itself, or the result in ``merged``."""
     if merged is None and plan.is_plain and plan.dtype == plan.accumulator:
         return _cut(plan.contributions[0], part)
     gradient = scratch.gradient if merged is None else _cut(merged, part)

@@ -42,7 +42,7 @@ class Notifier:
         self.watchdog_interval_s: float | None = watchdog_usec / 2e6 if watched else None
 
     def ready(self, status: str = "") -> bool:
-        """Startup is complete; systemd starts the services that come after this one."""
+        """Report that startup is complete; systemd then starts the services that come after this one."""
         return self._send("READY=1", status)
 
     def watchdog(self) -> bool:

@@ -275,7 +275,7 @@ def _plain_form(value: KeySpec | Enum) -> object:
 
 
 def check_for(annotation: Any) -> Check:
-    """The check that the annotation of a field asks for: it gives the value for plain data, or raises ProtocolError."""
+    """Return the check for a field's annotation. It gives the value for plain data, or raises ProtocolError."""
     limit = Limit(0, BIGGEST)
     if get_origin(annotation) is Annotated:
         annotation, mark = get_args(annotation)
@@ -342,7 +342,10 @@ def _limits_of(annotation: Any) -> Limit | None:
 
 
 def _builder_of_numbers(kind: type[Any], limits: list[Limit | None]) -> Callable[[list[object]], Message]:
-    """For messages of whole numbers and flags, whose limits are None: the most frequent ones. No call per number."""
+    """Return a builder for messages of whole numbers and flags (limits None), the most frequent ones.
+
+    No call per number.
+    """
     count = len(limits) + _ENVELOPE
     numbers = [(at, *limit) for at, limit in enumerate(limits, _ENVELOPE) if limit is not None]
     flags = [at for at, limit in enumerate(limits, _ENVELOPE) if limit is None]

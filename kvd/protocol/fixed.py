@@ -112,7 +112,7 @@ def write_push(push: PushBatch, sender: int, epoch: Epoch, run: int) -> bytes | 
 
 
 def read_push(header: bytes | memoryview) -> Decoded | None:
-    """The PushBatch in a header of PUSH_NBYTES bytes, if it is as `write_push` writes it. None: it may be any other."""
+    """Decode a PushBatch that `write_push` wrote, of PUSH_NBYTES bytes. Returns None for any other header."""
     # fmt: off
     (
         marker, entries, version, kind,
@@ -147,8 +147,10 @@ def read_push(header: bytes | memoryview) -> Decoded | None:
 
 
 def numbers_of(tail: bytes) -> PushNumbers | None:
-    """The numbers in a header of PUSH_NBYTES bytes behind the first PUSH_HEAD_NBYTES, if it is as `write_push` writes
-    it, of one sample. None: it may be any other."""
+    """Decode the numbers behind the head of a header that `write_push` wrote, of one sample.
+
+    Returns None for any other header.
+    """
     # fmt: off
     (
         w1, request, w2, batch, w3, clock, how, w4, step, w5, settled, w6, place
@@ -194,8 +196,7 @@ def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes |
 
 
 def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
-    """The epoch, run and request in a header of VALUES_NBYTES bytes, if it is as `write_values` writes it. None: it may
-    be any other."""
+    """Decode epoch, run and request of an answer that `write_values` wrote. Returns None for any other header."""
     # fmt: off
     (
         marker, version, kind, w1, sender, w2, generation, w3, change, w4, run, w5, request,

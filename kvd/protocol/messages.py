@@ -779,7 +779,7 @@ class Lookup:
 
 @_message
 class KeyInfo:
-    """For each key of a Lookup, the place in `made` of what it is like; NO_KEY if it is not live.
+    """Answer to a Lookup: for each key, the index of its description in `made`; NO_KEY if it is not live.
 
     There may be fewer entries than keys: the rest did not fit, and is asked for again.
     """

@@ -118,13 +118,15 @@ class KeySpec:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def num_rows(self, nbytes: int) -> int | None:
-        """The rows in a push of this size to a part of a table: first come their ids, as int64, then the rows. None if
-        no number of rows has this size."""
+        """Return the number of rows in a push of this size to a part of a table, or None if no number fits.
+
+        The ids come first, as int64, then the rows.
+        """
         num_rows, rest = divmod(nbytes, ROW_ID_BYTES + self.row_nbytes)
         return None if rest else num_rows
 
     def span(self, index: int) -> tuple[int, int]:
-        """Offset and length of slice `index`, in bytes."""
+        """Return offset and length of slice `index` in bytes."""
         if self.table:
             return 0, 0
         offset = index * self.slice_bytes
@@ -238,10 +240,10 @@ def accumulator_scale(dtype: str) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Offset of the next part of a payload after a part of `nbytes`: parts start at multiples of 8."""
+    """Return the offset of the part after one of `nbytes`: parts start at multiples of 8."""
     return (nbytes + 7) & ~7
 
 
 def payload_nbytes(lengths: Sequence[int]) -> int:
-    """Bytes of a payload with parts of these lengths: all but the last are padded."""
+    """Return the bytes of a payload with parts of these lengths: all but the last are padded."""
     return sum([padded(nbytes) for nbytes in lengths[:-1]]) + lengths[-1] if lengths else 0

@@ -56,7 +56,7 @@ class Layout:
         return fewest if len(groups) > 2 * len(fewest) + MOST_EXTRA else groups
 
     def taken(self, groups: Sequence[Group], keys: Mapping[str, KeyMark]) -> None:
-        """These were written."""
+        """Record the written groups."""
         self._groups, self._marks = groups, dict(keys)
 
     def _rests(self, name: str, keys: Mapping[str, KeyMark]) -> bool:

@@ -31,7 +31,7 @@ _LENGTH_BYTES = 8  # in which the length of the header is written
 
 
 def packed(arrays: Mapping[str, Array]) -> Sequence[memoryview]:
-    """The bytes of a part with these contiguous arrays, by name: a header, and the memory of the arrays, uncopied.
+    """Return the bytes of a part: a header, and the memory of these contiguous arrays, uncopied.
 
     Wide elements come first, so that each array lies at a multiple of its element's size.
     """

@@ -110,7 +110,10 @@ class StoredSnapshot:
         return StoredRows(ids, rows, slots, key.updates)
 
     def state(self, key: StoredKey, memory: PartMemory | None = None) -> dict[str, Array]:
-        """The optimizer's arrays of a key by slot, one-dimensional; valid as a value is. Raises SnapshotError."""
+        """Return the optimizer's arrays of a key by slot, one-dimensional.
+
+        They are valid as long as a value. Raises SnapshotError.
+        """
         return {name: self._array(slot.pieces, slot.dtype, memory) for name, slot in key.state.items()}
 
     def _array(self, pieces: Sequence[Piece], dtype: str, memory: PartMemory | None) -> Array:
@@ -146,7 +149,7 @@ class StoredSnapshot:
         return self._loaded[1]
 
     def _read_part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
-        """Each piece is hashed while the processor's cache still has it."""
+        """Read a part, hashing each piece while it is in the processor's cache."""
         nbytes = self.manifest.parts[number].nbytes
         data = np.empty(nbytes, np.uint8) if memory is None else memory.take(number, nbytes)
         with self._opened(number) as file:
@@ -180,7 +183,7 @@ class StoredSnapshot:
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[FileIO]:
-        """A part, which has its size. What goes wrong with it is a SnapshotError."""
+        """Open a part of the right size. Every fault is a SnapshotError."""
         part, file = self.manifest.parts[number], self._file(number)
         try:
             with open_file(file) as opened:

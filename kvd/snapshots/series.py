@@ -39,7 +39,7 @@ class SnapshotSeries:
         return NextSnapshot(self, writer, path, self._layout.next(keys), resting, keys)
 
     def taken(self, path: Path, groups: Sequence[Group], keys: Mapping[str, KeyMark], content: Manifest) -> None:
-        """This was published."""
+        """Record a published snapshot."""
         self._path = _real(path)
         self._parts = content.parts
         self._layout.taken(groups, keys)
@@ -69,7 +69,7 @@ class NextSnapshot:
         self._keys = keys
 
     def add_group(self, contents: Sequence[KeyContent]) -> None:
-        """The keys of the next group. Raises SnapshotError."""
+        """Write the keys of the next group. Raises SnapshotError."""
         group = tuple([content.key for content in contents])
         self._writer.add_group(contents, rests=group in self._resting)
 

@@ -44,7 +44,7 @@ def is_snapshot(path: Path) -> bool:
 
 
 def snapshots_in(folder: Path) -> list[Found]:
-    """All snapshots of a folder, also damaged ones, from the oldest to the newest: by their steps.
+    """Return all snapshots of a folder, also damaged ones, ordered by their steps.
 
     Raises:
         SnapshotError: the folder cannot be read. One that does not exist has none.
@@ -188,7 +188,7 @@ def _is_damaged(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """First its name goes, so that nobody finds half of it."""
+    """Remove a snapshot, its name first, so that nobody finds half of it."""
     gone = path.with_name(hidden_name(path, secrets.token_hex(4)))
     with suppress(FileNotFoundError):
         path.rename(gone)

@@ -129,7 +129,7 @@ class SnapshotWriter:
         merge: str = "",
         table: TableContent | None = None,
     ) -> None:
-        """One key. The arrays must not be changed until `finish`.
+        """Write one key. The arrays must not change until `finish`.
 
         Args:
             value: in the shape of the key; of a table its rows, shape (rows, …shape of a row).
@@ -224,7 +224,7 @@ class SnapshotWriter:
 
 @contextmanager
 def _said(path: Path) -> Iterator[None]:
-    """An error of the file system says what it means for the snapshot."""
+    """Convert errors of the file system to SnapshotErrors."""
     try:
         yield
     except OSError as error:

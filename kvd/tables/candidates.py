@@ -61,7 +61,7 @@ class Candidates:
                 self._following[-1].reserve(max(0, min(more - first, full)))
 
     def set(self, ids: Ids, counts: Counts, rows: int) -> None:
-        """These were named so often.
+        """Set the counts of these ids.
 
         Args:
             rows: of the table: a fourth of as many candidates are remembered, if that is more.
@@ -76,7 +76,7 @@ class Candidates:
         self._following = []
 
     def forget(self, ids: Ids) -> None:
-        """These begin with 0."""
+        """Reset the counts of these ids to 0."""
         self._young.set_to_zero(ids)
         self._old.set_to_zero(ids)
 
@@ -85,12 +85,12 @@ class Candidates:
         return max(self._remembered, rows // 4)
 
     def state(self) -> dict[str, Ids]:
-        """All there is to know of them: for each generation, ids ascending, and their counts."""
+        """Return the whole state: for each generation, ids ascending, and their counts."""
         young, old = self._young.items(), self._old.items()
         return {"young_ids": young[0], "young_counts": young[1], "old_ids": old[0], "old_counts": old[1]}
 
     def restore(self, state: Mapping[str, Ids]) -> None:
-        """Be those of this state."""
+        """Restore this state."""
         self._young, self._old = _Generation(), _Generation()
         self._young.set(state["young_ids"], state["young_counts"])
         self._old.set(state["old_ids"], state["old_counts"])
@@ -109,7 +109,7 @@ class _Generation:
         return self._index.nbytes + self._counts.nbytes
 
     def counts(self, ids: Ids) -> Counts:
-        """-1 for those that are not in it."""
+        """Return the count of each id; -1 for absent ones."""
         places = self._index.find(ids)
         counts = np.full(len(ids), -1, np.int64)
         there = np.flatnonzero(places >= 0)

@@ -69,7 +69,7 @@ class Columns:
             raise
 
     def forget_slots(self) -> None:
-        """Have no slots."""
+        """Remove all slots."""
         self.slots = {}
 
     def require(self, count: int) -> None:
@@ -78,11 +78,11 @@ class Columns:
             arena.require(count)
 
     def rows_at(self, places: Places) -> list[Array]:
-        """Copies of the rows at these places: the weights, then the slots."""
+        """Return copies of the rows at these places: the weights, then the slots."""
         return [arena.take(places, np.empty((len(places), arena.width), self._dtype)) for arena in self._all()]
 
     def slots_at(self, places: Places) -> list[Array]:
-        """Copies of the slots alone."""
+        """Return copies of the slots alone."""
         slots = self.slots.values()
         return [arena.take(places, np.empty((len(places), arena.width), self._dtype)) for arena in slots]
 
@@ -97,7 +97,7 @@ class Columns:
             arena.where_they_lie()[places] = 0
 
     def close_up(self, moves: Moves) -> None:
-        """Rows were removed, and others take their places."""
+        """Move rows to the places of removed ones."""
         for arena in self._all():
             arena.close_up(moves)
 

@@ -83,8 +83,9 @@ class PartReader:
         self._keeping = part.table.keeping_state()
 
     def piece(self, position: int, most_nbytes: int, allocate: Callable[[int], Array]) -> tuple[Array, int | None]:
-        """The piece that begins at a position, and where the next begins; None: this was the last. There is always a
-        first one.
+        """Return the piece at a position, and the position of the next one; None after the last.
+
+        There is always a first piece.
 
         Args:
             most_nbytes: of its rows; there is one row at least.

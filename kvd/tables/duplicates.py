@@ -28,7 +28,7 @@ class InOrder(NamedTuple):
 
 
 def added_up(ids: Ids, rows: Array) -> MergedRows:
-    """These rows, shape (ids, width); of the same id, their sum."""
+    """Return the rows, shape (ids, width), with those of the same id added up."""
     return _added_up(in_order(ids), rows)
 
 
@@ -121,7 +121,7 @@ def firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _add_up(starts: Places, ends: Places, order: Places, rows: Array, sums: Array) -> None:
-    """Into each of the sums the rows that `order` names from a start to an end, in this order."""
+    """Add up into each sum the rows that `order` names between a start and an end, in this order."""
     loop = loop_for("add_rows", rows.dtype, rows.dtype).ready(sums.size) if rows.flags.c_contiguous else None
     if loop is not None:
         loop(starts, ends, order, rows, sums)

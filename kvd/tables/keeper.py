@@ -136,7 +136,7 @@ class Keeper:
         return self._going
 
     def take_back(self) -> None:
-        """The update that was begun has failed: it counts for nothing."""
+        """Undo a begun update that has failed."""
         self._naming = None
         self._going = _NO_IDS
         if self._recency is not None:
@@ -154,7 +154,7 @@ class Keeper:
             self._recency.reserve(count, touched)
 
     def note(self, ids: Ids, places: Places, num_named: int) -> None:
-        """The update was made: it cannot fail any more, so this needs no memory but what was reserved.
+        """Record an update that was made. It can no longer fail, so this uses reserved memory only.
 
         Args:
             ids, places: of the rows that it has changed, ids ascending, each once.
@@ -169,8 +169,7 @@ class Keeper:
         self._naming = None
 
     def stored(self, ids: Ids, places: Places, num_before: int) -> None:
-        """The rows of these ids, in any order, at these places, for which room was reserved, were stored: they are as
-        old as the newest update.
+        """Record stored rows, in any order: they are as old as the newest update. Room was reserved.
 
         Args:
             num_before: how many rows there were: places from there on are new.
@@ -181,7 +180,7 @@ class Keeper:
     # ── evictions ──
 
     def evicted(self) -> None:
-        """The rows that `begin` said have gone."""
+        """Record the eviction of the rows that `begin` returned."""
         ids, self._going = self._going, _NO_IDS
         if self._evicted is None or not len(ids):
             return
@@ -192,7 +191,7 @@ class Keeper:
             self._evicted.drop(excess)
 
     def moved(self, moves: Moves) -> None:
-        """Rows were removed, and others have taken their places."""
+        """Record moves of rows to the places of removed ones."""
         if self._recency is not None:
             self._recency.moved(moves)
 
@@ -230,7 +229,7 @@ class Keeper:
     # ── copies ──
 
     def state(self) -> dict[str, Ids]:
-        """All there is to know, as arrays of int64, for a keeper of a table with the same rows."""
+        """Return the whole state as arrays of int64, for a keeper of a table with the same rows."""
         state: dict[str, Ids] = {"number": np.array([self.number, self._forgotten])}
         if self._recency is not None:
             ids = np.sort(self._index.ids())
@@ -242,7 +241,7 @@ class Keeper:
         return state
 
     def restore(self, state: Mapping[str, Ids]) -> bool:
-        """Go on where the keeper was whose `state` this is. The rows of the table are there already.
+        """Restore a `state`. The rows of the table must exist already.
 
         Returns:
             False, and nothing was changed, if it is no state of a keeper like this with these rows.

@@ -100,7 +100,7 @@ class TablePart:
         return Contributed(Rows(ids, rows), samples, is_ascending=True)
 
     def _payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
-        """Merged rows as `pushed` takes them."""
+        """Convert merged rows to the form that `pushed` reads."""
         dtype, width = self._dtype, self._width
         rows_at = merged.ids.nbytes
         made = allocate(rows_at + merged.num_rows * width * dtype.itemsize)
@@ -174,7 +174,7 @@ class TablePart:
         self.table.step = stored.updates
 
     def forget_optimizer(self) -> None:
-        """The next optimizer begins with new state."""
+        """Drop the optimizer's state: the next optimizer begins with new state."""
         self.table.forget_optimizer()
 
     # ── reading ──

@@ -54,7 +54,7 @@ class Recency:
             self._queue.reserve(touched)
 
     def name(self, places: Places, number: int) -> None:
-        """The update with this number names the rows at these places, and may still fail."""
+        """Name the rows of an update with this number, which may still fail."""
         last = self._last.where_they_lie()
         self._named = places, last[places, 0]
         last[places, 0] = number
@@ -67,7 +67,7 @@ class Recency:
         self._oldest_end = 0
 
     def note(self, ids: Ids, places: Places, number: int) -> None:
-        """The rows of these ids, ascending, at these places were updated. Room was reserved."""
+        """Record an update of these rows, ids ascending. Room was reserved."""
         self._last.where_they_lie()[places, 0] = number
         self._named = _NONE
         if self._queue is not None:
@@ -91,12 +91,13 @@ class Recency:
                 stored.sort()  # in the order that a copy of the table makes of them: `restore`
 
     def moved(self, moves: Moves) -> None:
-        """Rows were removed, and others have taken their places."""
+        """Record moves of rows to the places of removed ones."""
         self._last.close_up(moves)
 
     def oldest(self, until: int, excess: int) -> Ids:
-        """The rows whose last update was number `until` or before, and of the others the oldest ones: `excess` in all,
-        or as many as there are. Of rows with the same last update the smaller ids are the older ones. In this order.
+        """Return the rows with a last update up to number `until`, then the oldest others, up to `excess` in all.
+
+        Among equals the smaller ids are older. The result is in this order.
 
         The next `note` takes them out of the order, since they will have gone.
         """
@@ -124,7 +125,7 @@ class Recency:
         return found
 
     def restore(self, ids: Ids, last: Ids) -> None:
-        """These are the rows of the index, with the last update of each."""
+        """Restore the last updates of all rows of the index."""
         self._last.require(len(self._index))
         self._last.where_they_lie()[self._index.find(ids), 0] = last
         if self._queue is not None:

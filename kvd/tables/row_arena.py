@@ -64,7 +64,7 @@ class RowArena:
         return self._rows.nbytes
 
     def require(self, count: int) -> None:
-        """Have room for so many rows. Raises MemoryError, and is as it was then."""
+        """Reserve room for so many rows. Raises MemoryError, and changes nothing then."""
         room = len(self._rows)
         if count > room:
             self._resize(max(count, room + room // _GROWTH + self._block))

@@ -165,7 +165,7 @@ class RowIndex:
             self._put(ids, places)
 
     def take_back(self, ids: Ids) -> None:
-        """The ids that came last, in any order, have no place any more."""
+        """Remove the ids that were added last, in any order."""
         self._ids[self._slots_of(ids)] = _GONE
         self._gone += len(ids)
         self._count -= len(ids)

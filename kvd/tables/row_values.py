@@ -140,8 +140,10 @@ def dense_value(key: str | int, value: Any, spec: KeySpec | None, *, cast: bool 
 
 
 def _elements(key: str | int, value: Any, spec: KeySpec | None) -> tuple[tuple[Ids, ...], Array, tuple[int, ...]]:
-    """The leading indices of what a row-sparse value has, one array per dimension; the rows there; and the shape of
-    the whole."""
+    """Split a row-sparse value into leading indices, rows and the shape of the whole.
+
+    There is one array of indices per dimension.
+    """
     if _is_sparse_tensor(value):
         indices = tuple(as_array(value._indices()))
         return indices, as_array(value._values()), tuple(value.shape)
@@ -170,7 +172,7 @@ def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
 
 
 def _one_dimension(what: str, key: str | int, value: Any) -> Array:
-    """Row ids as an array of whole numbers, shape (n,). `what`: the key or table, for errors."""
+    """Convert row ids to an array of whole numbers, shape (n,). `what` is the key or table, for errors."""
     ids = _integers(what, key, value)
     if ids.ndim != 1:
         raise ShapeMismatch(f"the row ids for {what} have the shape {ids.shape}: pass ids.reshape(-1)", key=key)

@@ -41,7 +41,7 @@ class StoredRows(NamedTuple):
         return int(ROW_ID_BYTES + sum([array.itemsize * array.shape[1] for array in arrays]))
 
     def some(self, which: slice | Array) -> StoredRows:
-        """Some of the rows."""
+        """Return the rows that a mask selects."""
         slots = {name: array[which] for name, array in self.slots.items()}
         return StoredRows(self.ids[which], self.rows[which], slots, self.updates)
 
@@ -154,7 +154,7 @@ class RowPages:
 
 
 def all_of(table: Table) -> StoredRows:
-    """All rows of a table, ids ascending, in memory of their own."""
+    """Return all rows of a table, ids ascending, in new memory."""
     ids = table.ids_by_place()
     order = np.argsort(ids)
     rows, *slots = table.rows_at(order)

@@ -159,7 +159,7 @@ class Table:
     def _made(
         self, merged: MergedRows, slot_widths: Mapping[str, int], update: Callable[[Places, MergedRows], None]
     ) -> Updated:
-        """One update, or none if it fails.
+        """Make one update, or none if it fails.
 
         Args:
             update: of the rows at these places by these; if it raises, the rows that were there are as they were.
@@ -183,7 +183,7 @@ class Table:
         return Updated(seats.ids, self._turnover.settle(seats))
 
     def forget_optimizer(self) -> None:
-        """The next optimizer begins with new state."""
+        """Drop the optimizer's state: the next optimizer begins with new state."""
         self._columns.forget_slots()
         self.step = 0
 
@@ -229,11 +229,11 @@ class Table:
         return self._keeper
 
     def keeping_state(self) -> dict[str, Ids]:
-        """All that says which rows are kept, for a table with the same rows."""
+        """Return the keeper's state, for a table with the same rows."""
         return {} if self._keeper is None else self._keeper.state()
 
     def restore_keeping(self, state: Mapping[str, Ids]) -> bool:
-        """Go on to keep rows as the table does whose `keeping_state` this is. The rows are there already.
+        """Restore a `keeping_state`. The rows must exist already.
 
         Returns:
             False, and nothing was changed, if it is none of a table like this with these rows.
@@ -256,8 +256,7 @@ class Table:
         return self._index.ids()
 
     def rows_at(self, places: Places | slice) -> list[Array]:
-        """Copies of the rows at these places, and of what the optimizer keeps of them, in the order of
-        `slot_widths`."""
+        """Return copies of the rows at these places and of their optimizer state, in the order of `slot_widths`."""
         if isinstance(places, slice):
             places = np.arange(len(self))[places]
         return self._columns.rows_at(places)

@@ -103,7 +103,7 @@ class Turnover:
         return seats.evicted
 
     def take_back(self, seats: Seats) -> None:
-        """The update has failed: all is as it was before it was begun."""
+        """Undo a failed update completely."""
         self._index.take_back(seats.made)
         self._columns.clear(slice(len(self._index), len(self._index) + len(seats.made)))
         if len(seats.taken):
@@ -143,7 +143,7 @@ class Turnover:
         return Rows(going, weights.take(places, np.empty((len(places), weights.width), weights.dtype))), places
 
     def _require(self, more: int) -> None:
-        """Memory first: then nothing was changed if there is none."""
+        """Reserve memory first: if there is none, nothing has changed."""
         self._columns.require(len(self._index) + more)
         if self._keeper is not None:
             self._keeper.require(len(self._index) + more)

@@ -75,14 +75,14 @@ class ScaledTwoBitCodec:
 
 
 def _write_scale(values: NDArray[np.float32], out: NDArray[np.uint8]) -> tuple[np.float32, np.float32]:
-    """From where on elements are sent, and as what, which is written."""
+    """Write the scale. Return the threshold from which elements are sent, and the scale."""
     threshold = np.maximum(np.float32(0.7) * mean(values), _SMALLEST)  # so 0 stays 0
     sent = out[:4].view("<f4")[0] = mean_from(values, threshold)
     return threshold, sent
 
 
 def _write_pairs(values: NDArray[np.float32], threshold: np.float32, out: NDArray[np.uint8]) -> int:
-    """Two bits for each element, and how many bytes they take."""
+    """Write two bits per element, and return the number of bytes."""
     for start in range(0, values.size, TILE):
         tile = values[start : start + TILE]
         lower, upper = tile >= threshold, tile <= -threshold

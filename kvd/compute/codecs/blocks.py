@@ -37,7 +37,7 @@ class BlockCodec(ABC):
 
     @abstractmethod
     def _from_codes(self, codes: Bytes, out: Floats) -> None:
-        """And back."""
+        """Convert bytes back to quotients."""
 
     def max_nbytes(self, size: int) -> int:
         return 4 * -(-size // self._block) + size
@@ -67,7 +67,7 @@ class BlockCodec(ABC):
         return data[: 4 * blocks].view("<f4"), data[4 * blocks : 4 * blocks + size]
 
     def _tiles(self, size: int) -> list[tuple[int, int, int]]:
-        """Ranges of whole blocks with the size of these; the last block, if it is shorter, is one of its own."""
+        """Return ranges of whole blocks with their size; a shorter last block is a range of its own."""
         whole = size // self._block * self._block
         step = max(TILE // self._block, 1) * self._block
         tiles = [(start, min(start + step, whole), self._block) for start in range(0, whole, step)]

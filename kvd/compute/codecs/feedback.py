@@ -36,7 +36,7 @@ def encode_fed_back(
 def _encode_fed_back(
     codec: Codec, values: NDArray[np.float32], residual: NDArray[np.float32], out: NDArray[np.uint8], nonce: int
 ) -> int:
-    """Tile by tile, if the codec allows it: then each stays in the cache for all of it."""
+    """Encode tile by tile if the codec allows it: each tile stays in the cache."""
     tile = codec.tile or max(values.size, 1)
     end = 0
     for start in range(0, values.size or 1, tile):

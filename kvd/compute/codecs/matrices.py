@@ -51,12 +51,12 @@ class Grid(NamedTuple):
         return _HEAD + 4 * self.rank * (self.rows + self.columns)
 
     def factors(self, data: Bytes) -> tuple[Floats, Floats]:
-        """P and Q as they lie in the bytes."""
+        """Return views of P and Q in the bytes."""
         numbers, end = data[_HEAD : self.nbytes].view("<f4"), self.rank * self.rows
         return numbers[:end].reshape(self.rank, self.rows), numbers[end:].reshape(self.rank, self.columns)
 
     def tiles(self) -> Iterator[slice]:
-        """Some rows at a time, so that they stay in the cache."""
+        """Yield tiles of rows that fit into the cache."""
         step = max(TILE // self.columns, 1)
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
@@ -165,7 +165,7 @@ class MatrixSlice:
         _multiply(self._grid, data, out)
 
     def _matrix(self, values: Floats) -> tuple[Floats, int]:
-        """The slice as a matrix whose largest element is below 1, and the power of two by which it was divided."""
+        """Return the slice as a matrix with elements below 1, and the power of two that it was divided by."""
         grid = self._grid
         flat = np.zeros(grid.rows * grid.columns, np.float32)
         part = flat[grid.lead : grid.lead + values.size]
@@ -188,7 +188,7 @@ class MatrixSlice:
 
 
 def _orthonormal(rows: Doubles) -> Doubles:
-    """The rows made orthonormal, one after the other (Gram and Schmidt, twice); 0 where one depends on those before."""
+    """Orthonormalize the rows one after the other (Gram and Schmidt, twice); dependent rows become 0."""
     for index, row in enumerate(rows):
         length = _length(row)
         for before in [*rows[:index], *rows[:index]]:

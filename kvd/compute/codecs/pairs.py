@@ -36,7 +36,7 @@ class PairsCodec(ABC):
 
     @abstractmethod
     def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
-        """At most k indices, growing."""
+        """Return at most k indices, ascending."""
 
     def max_nbytes(self, size: int) -> int:
         return _PAIR.itemsize * self._count(size)
