@@ -22,9 +22,9 @@ def disagreements(report: Report) -> list[str]:
 
 
 def _settings(nodes: dict[str, Report]) -> Iterator[str]:
-    names = dict.fromkeys(name for node in nodes.values() for name in node.get("settings", {}))
+    names = dict.fromkeys(name for node in nodes.values() for name in node.get("process_settings", {}))
     for name in names:
-        values = _by_value({node: found.get("settings", {}).get(name) for node, found in nodes.items()})
+        values = _by_value({node: found.get("process_settings", {}).get(name) for node, found in nodes.items()})
         if len(values) > 1:
             yield (
                 f"settings: {name} is {_compared(values)}. Start all nodes with the same value unless that is meant; "

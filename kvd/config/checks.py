@@ -103,6 +103,25 @@ def key_problems(*, keyfile: str, allowed_keys: str, insecure: bool) -> Iterator
             )
 
 
+def metrics_problems(bind: str, token_file: str, *, insecure: bool) -> Iterator[Problem]:
+    """Beyond this host, metrics need a token."""
+    if not bind:
+        if token_file:
+            yield "metrics_bind", f"metrics_token_file = {token_file!r} needs an address: set metrics_bind to HOST:PORT"
+        return
+    try:
+        address = parse_address(f"tcp://{bind}")
+    except ConfigError:
+        yield "metrics_bind", f"metrics_bind = {bind!r}: an address is HOST:PORT, such as 127.0.0.1:9190"
+        return
+    if not (address.is_local or token_file or insecure):
+        yield (
+            "metrics_token_file",
+            f"metrics_bind = {bind!r} can be reached from other hosts: name a file with a token in metrics_token_file, "
+            "or listen at 127.0.0.1",
+        )
+
+
 def replica_problems(*, replicas: int, num_servers: int) -> Iterator[Problem]:
     """Check that there are servers enough for the copies. 0 servers: their number is unknown here."""
     if 0 < num_servers < replicas:

@@ -39,6 +39,8 @@ _OF_ONE_NODE: Final = frozenset(
         "run",
         "log_format",
         "log_level",
+        "metrics_bind",
+        "metrics_token_file",
         "role",
         "parent_pid",
     }
@@ -242,6 +244,18 @@ class Config:
     )
     log_level: str = declare("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
 
+    # Metrics
+    metrics_bind: str = declare(
+        "",
+        "HOST:PORT where Prometheus gets the metrics of this daemon; empty: nowhere",
+        used_by=("scheduler", "server"),
+    )
+    metrics_token_file: str = declare(
+        "",
+        "file with the token that a scrape has to send; beyond loopback one is needed",
+        used_by=("scheduler", "server"),
+    )
+
     # This process
     preferred_rank: int | None = declare(None, "rank to ask for", minimum=0, used_by=("worker",), fallback=("RANK",))
     local_rank: int = declare(
@@ -285,6 +299,7 @@ class Config:
             round_timeout_s=self.round_timeout_s,
         )
         yield from checks.snapshot_problems(self.snapshot_dir, self.snapshot_every, self.restore)
+        yield from checks.metrics_problems(self.metrics_bind, self.metrics_token_file, insecure=self.insecure)
         yield from checks.replica_problems(replicas=self.replicas, num_servers=self.num_servers)
 
     def check_role(self, role: Role) -> None:

@@ -1,132 +1,179 @@
 """Python function calls per operation: the cost of small values, independent of the machine's load.
 
-Each limit is the measured number plus a twentieth: a change that exceeds it makes every small push slower. Calls are
-counted in blocks of operations, and the cheapest block counts, because heartbeats, retries and answers that a busy
-machine delivers one by one add calls of their own. With a single worker no push waits for another one to arrive.
+Each limit is the number that was measured plus a twentieth: a change that exceeds it makes every small push slower.
+Calls are counted in blocks of operations, and the cheapest block counts, because heartbeats, retries and answers that a
+busy machine delivers one by one add calls of their own. Blocks are counted until one is within the limit.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch  # noqa: F401  before calls are counted: kinds of calls import it themselves
 
 import kvd
+from benchmarks.kinds_of_calls import IN_FLIGHT, KINDS, ONE_KEY, TWO_KEYS, Call, Prepare
 from kvd.testing.cluster import LocalCluster
 
 WARM_UP = 80  # several calls on each key
-OPERATIONS = 32  # in a block
+OPERATIONS = 16  # in a block
 MOST_BLOCKS = 100  # until one is undisturbed
-IN_FLIGHT = 16
+PATIENCE_S = 60.0
+MANY = f"{IN_FLIGHT} in flight"
 
 
-class Calls:
-    """Counts the calls of each thread in one block after another."""
+class Cost(NamedTuple):
+    """Function calls of one operation.
+
+    Attributes:
+        worker: on average over the workers, by the threads of their programs.
+        servers: for the operations of all workers.
+    """
+
+    worker: float
+    servers: float
+
+
+class Counts:
+    """Counts of the calls that threads make while counting is on.
+
+    A program counts its own thread, a server while the programs make operations.
+    """
 
     def __init__(self) -> None:
-        self._blocks: list[Counter[str]] = []
-        self._is_on = False
+        self.calls: Counter[str] = Counter()
+        self.is_on = False
+        self._counted = threading.local()
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self._is_on and event == "call":
-            self._blocks[-1][threading.current_thread().name] += 1
+        if event != "call":
+            return
+        name = threading.current_thread().name
+        if name.startswith("test-server"):
+            if self.is_on:
+                self.calls["servers"] += 1
+        elif getattr(self._counted, "is_on", False):
+            self.calls["workers"] += 1
 
-    def count(self, operation: Callable[[], object]) -> None:
-        """Count one block of operations."""
-        self._blocks.append(Counter())
-        self._is_on = True
+    def run(self, call: Call) -> None:
+        """Count one block of operations of this thread."""
+        self._counted.is_on = True
         for _ in range(OPERATIONS):
-            operation()
-        self._is_on = False
-
-    def per_operation(self, thread: str) -> float:
-        """Return the calls per operation in the cheapest block, of the threads with this prefix."""
-        return min(
-            sum(calls for name, calls in block.items() if name.startswith(thread)) / OPERATIONS
-            for block in self._blocks
-        )
+            call.run()
+        self._counted.is_on = False
 
 
 @pytest.fixture
-def calls() -> Iterator[Calls]:
-    calls = Calls()
-    threading.setprofile(calls.note)
-    yield calls
+def counts() -> Iterator[Counts]:
+    counts = Counts()
+    threading.setprofile(counts.note)
+    yield counts
     threading.setprofile(None)
     assert sys.getprofile() is None
 
 
-def pushpull(store: kvd.KVStore) -> Callable[[], object]:
-    value, out = np.ones(256, np.float32), np.empty(256, np.float32)
-    store.init("w", value)
-    return lambda: store.pushpull("w", value, out)
+def listed(keys: int) -> Prepare:
+    """A list of keys in one call."""
 
-
-def in_flight(store: kvd.KVStore) -> Callable[[], object]:
-    """One call of as many as are always in flight: the oldest ends, and another begins."""
-    names = [str(number) for number in range(IN_FLIGHT)]
-    values, outs = np.ones((IN_FLIGHT, 256), np.float32), list(np.empty((IN_FLIGHT, 256), np.float32))
-    store.init(names, list(values))
-    flying: deque[kvd.Handle] = deque()
-    begun = count(0)
-
-    def operation() -> None:
-        if len(flying) == IN_FLIGHT:
-            flying.popleft().wait()
-        place = next(begun) % IN_FLIGHT
-        flying.append(store.pushpull_async(names[place], values[place], outs[place]))
-
-    return operation
-
-
-def listed(keys: int) -> Callable[[kvd.KVStore], Callable[[], object]]:
-    def prepare(store: kvd.KVStore) -> Callable[[], object]:
-        names = [str(number) for number in range(keys)]
+    def prepare(store: kvd.KVStore, key: str) -> Call:
+        names = [f"{keys}/{number}" for number in range(keys)]  # longer ones would need more messages
         values, outs = np.ones((keys, 256), np.float32), np.empty((keys, 256), np.float32)
         store.init(names, list(values))
-        return lambda: store.pushpull(names, list(values), list(outs))
+        return Call(lambda: store.pushpull(names, list(values), list(outs)))
 
     return prepare
 
 
+LISTS: dict[str, Prepare] = {"a list of ten": listed(10), "a list of five hundred": listed(500)}
+
+ONE_WORKER = {  # nothing waits for another worker
+    "NumPy": Cost(59, 102),
+    "a list of ten": Cost(202, 103),
+    "a list of five hundred": Cost(230, 214),
+    MANY: Cost(83, 76),
+}
+TWO_WORKERS = {
+    "NumPy": Cost(59, 124),
+    "list of one": Cost(59, 126),
+    "copy=False": Cost(61, 126),
+    "bind": Cost(250, 130),
+    "torch": Cost(283, 130),
+    "handle and wait": Cost(116, 124),
+    MANY: Cost(100, 110),
+    "push, then pull": Cost(464, 460),
+    ONE_KEY: Cost(250, 224),
+    TWO_KEYS: Cost(100, 110),
+}
+TWO_COPIES = {"NumPy": Cost(65, 850)}  # on two servers
+
+
 @pytest.mark.parametrize(
-    ("prepare", "by_worker", "by_server"),
+    ("workers", "copies", "limits"),
     [
-        pytest.param(pushpull, 59, 102, id="1 KiB"),
-        pytest.param(listed(10), 202, 103, id="a list of ten"),
-        pytest.param(listed(500), 230, 214, id="a list of five hundred"),
-        pytest.param(in_flight, 83, 76, id="many in flight"),
+        pytest.param(1, 1, ONE_WORKER, id="one worker"),
+        pytest.param(2, 1, TWO_WORKERS, id="two workers"),
+        pytest.param(2, 2, TWO_COPIES, id="two copies"),
     ],
 )
-def test_calls_of_functions(calls: Calls, prepare: Any, by_worker: int, by_server: int) -> None:
-    count_calls(calls, prepare, lanes="auto", by_worker=by_worker, by_server=by_server)
-    assert calls.per_operation("ThreadPool") <= by_worker
-    assert calls.per_operation("test-server") <= by_server
+def test_calls_of_functions(counts: Counts, workers: int, copies: int, limits: dict[str, Cost]) -> None:
+    found = measure(counts, workers, copies, limits)
+    assert {kind: cost for kind, cost in found.items() if not is_within(cost, limits[kind])} == {}
 
 
-def test_the_setting_turns_lanes_off(calls: Calls) -> None:
-    count_calls(calls, pushpull, lanes="off", by_worker=300, by_server=300)
-    assert calls.per_operation("ThreadPool") > 200
+def test_the_setting_turns_lanes_off(counts: Counts) -> None:
+    found = measure(counts, 1, 1, {"NumPy": Cost(300, 300)}, lanes="off")
+    assert found["NumPy"].worker > 200
 
 
-def count_calls(calls: Calls, prepare: Any, *, lanes: str, by_worker: int, by_server: int) -> None:
-    """Count blocks until the cheapest ones are within the limits, at most `MOST_BLOCKS`."""
+def is_within(cost: Cost, limit: Cost) -> bool:
+    return cost.worker <= limit.worker and cost.servers <= limit.servers
+
+
+def measure(counts: Counts, workers: int, copies: int, limits: dict[str, Cost], **settings: Any) -> dict[str, Cost]:
+    """Return the cost of each kind of call in its cheapest blocks."""
+    kinds = KINDS | LISTS
+    barrier = threading.Barrier(workers, timeout=PATIENCE_S)
+    found: dict[str, Cost] = {}
+
+    def as_one(action: Callable[[], object]) -> None:
+        """Let one of the programs do something while all wait."""
+        if barrier.wait() == 0:
+            action()
+        barrier.wait()
+
+    def begin() -> None:
+        counts.calls.clear()
+        counts.is_on = True
+
+    def end(kind: str) -> None:
+        counts.is_on = False
+        cost = Cost(counts.calls["workers"] / OPERATIONS / workers, counts.calls["servers"] / OPERATIONS)
+        found[kind] = Cost(*map(min, cost, found.get(kind, cost)))
 
     def program(store: kvd.KVStore) -> None:
-        operation = prepare(store)
-        for _ in range(WARM_UP):
-            operation()
-        for _ in range(MOST_BLOCKS):
-            calls.count(operation)
-            if calls.per_operation("ThreadPool") <= by_worker and calls.per_operation("test-server") <= by_server:
-                break
+        try:
+            for kind, limit in limits.items():
+                call = kinds[kind](store, kind)
+                for _ in range(WARM_UP):
+                    call.run()
+                for _ in range(MOST_BLOCKS):
+                    as_one(begin)
+                    counts.run(call)
+                    as_one(lambda kind=kind: end(kind))  # type: ignore[misc]
+                    if is_within(found[kind], limit):
+                        break
+                call.finish()
+        except BaseException:
+            barrier.abort()
+            raise
 
-    with LocalCluster(1, 1, lanes=lanes) as cluster:
+    with LocalCluster(workers, copies, replicas=copies, **{"lanes": "auto", **settings}) as cluster:
         cluster.run(program)
+    return found

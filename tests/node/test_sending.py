@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer, Peer, Send
-from kvd.node import sending
-from kvd.node.sending import STATUS_PAUSE, MessageSender
+from kvd.node.shell import sending
+from kvd.node.shell.counters import Counters
+from kvd.node.shell.sending import STATUS_PAUSE, MessageSender
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_VIEW, Epoch, StatusReport, ViewChange
 
@@ -46,7 +47,7 @@ class Node:
 def asked(takes_s: float, pauses_s: list[float], runs: tuple[int, ...] = (1,)) -> list[int]:
     """Asks after each pause. Returns which report each answer was."""
     node: Any = Node(takes_s)
-    sender = MessageSender(node, node, node)
+    sender = MessageSender(node, node, node, Counters())
     for pause_s in pauses_s:
         node.time += pause_s
         for run in runs:
@@ -90,7 +91,7 @@ def test_what_goes_to_many_nodes_is_encoded_once_for_each_view_and_run(monkeypat
 
     monkeypatch.setattr(sending, "encode", counted)
     node: Any = Wire()
-    sender = MessageSender(node, node, node)
+    sender = MessageSender(node, node, node, Counters())
     change, equal = ViewChange(3), ViewChange(3)
     for _ in range(3):
         for message in (change, equal):

@@ -134,6 +134,11 @@ class ServerRouter:
         """Whether a run has ended, and gives way when memory is needed."""
         return run in self._phases and self._phases[run].is_over
 
+    def live_runs(self) -> dict[str, int]:
+        """The runs that are under way, by the name of their job."""
+        live = {run: machine for run, machine in self._machines.items() if run != NO_RUN and not self._is_over(run)}
+        return {machine.session.job: run for run, machine in live.items()}
+
     def machine_of(self, run: int) -> ServerMachine | None:
         """The machine of a run; for NO_RUN, that of the cluster."""
         return self._machines.get(run)
