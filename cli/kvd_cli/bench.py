@@ -96,7 +96,7 @@ def bench(
 
 
 def _checked_works(only: str, plot: Path | None) -> tuple[str, ...]:
-    """The works to measure. A chart that cannot be drawn or written is refused before anything is measured."""
+    """Return the works to measure. A chart that cannot be drawn or written is refused before anything is measured."""
     try:
         works = tuple(names_of(only))
     except ValueError as error:

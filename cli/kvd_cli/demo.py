@@ -66,7 +66,7 @@ def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None
 
 
 def _environment(loaded: Loaded) -> dict[str, str]:
-    """The variables of the job's processes.
+    """Return the variables of the job's processes.
 
     Each process has one thread: two workers fit on two cores, and every machine adds in the same order. Gradients are
     weighted by samples, because the parts of a batch need not be equal.
