@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
 from tests.environments import LANES, WITHOUT_KEYS
 from tests.phases import FAILURES_OPTION

@@ -7,7 +7,7 @@ import sys
 import click
 
 from kvd.client.calls.staleness import put_together
-from kvd.node.facts import wall_clock_s
+from kvd.node.daemon.facts import wall_clock_s
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
 from kvd_cli.flags import common_options

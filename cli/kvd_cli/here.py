@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from kvd.node.descriptors import descriptors
-from kvd.node.identity import host_id
+from kvd.node.daemon.identity import host_id
+from kvd.node.daemon.process_limits import descriptors
 from kvd_cli.copies import Report
 
 FILES_OF_A_WORKER: Final = 64
@@ -33,7 +33,7 @@ def _files(report: Report) -> Iterator[str]:
 def _shared_memory(report: Report) -> Iterator[str]:
     if not any(member.get("host") == host_id() for member in report["members"]):
         return
-    from kvd.transport.segments import Arena  # `kvd --help` needs no arrays
+    from kvd.transport.memory.segments import Arena  # `kvd --help` needs no arrays
 
     arena = Arena(1 << 30)
     try:

@@ -17,7 +17,7 @@ from kvd_cli.options import current
 from kvd_cli.output import print_json
 
 if TYPE_CHECKING:  # `kvd --help` needs no keys
-    from kvd.node.keyfiles import NodeKey
+    from kvd.node.keys.keyfiles import NodeKey
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
 _TABLE: Final = re.compile(r"^\s*\[", re.MULTILINE)
@@ -58,7 +58,7 @@ def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ..
     scheduler or server reads its list again when it receives SIGHUP.
     """
     with interrupts.nothing_begun():
-        from kvd.node.keyfiles import new_node_key, public_part, write_key
+        from kvd.node.keys.keyfiles import new_node_key, public_part, write_key
 
     if not _NAME.fullmatch(name):
         raise click.UsageError(f"{name!r} is no name for a key: use 1 to 64 letters, digits and the characters . _ + -")
@@ -77,8 +77,8 @@ def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ..
 
 def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
     """The public key of the scheduler; "" for the key of the scheduler itself."""
-    from kvd.node.keyring import key_source
-    from kvd.transport.curve import is_key
+    from kvd.node.keys.keyring import key_source
+    from kvd.transport.zmq.curve import is_key
 
     if given is not None:
         return given if is_key(given) else _in_file(Path(given))
@@ -92,8 +92,8 @@ def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
 
 def _in_file(path: Path) -> str:
     """The scheduler's public key in a key file, or in a list of allowed keys."""
-    from kvd.node.allowed_keys import AllowedKeys
-    from kvd.node.keyfiles import read_key
+    from kvd.node.keys.allowed_keys import AllowedKeys
+    from kvd.node.keys.keyfiles import read_key
 
     try:
         content = read_file(path).decode()

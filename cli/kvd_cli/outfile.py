@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvd.errors import ConfigError
-from kvd.node.atomic_file import write_atomically
+from kvd.node.storage.atomic_file import write_atomically
 
 
 class Sink(Protocol):

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from kvd.core.machine import BEING_OPENED
 from kvd.protocol.messages import PathKind
-from kvd.transport.sealing import OVER_TCP, reason_over_tcp, remedy_for
+from kvd.transport.links.sealing import OVER_TCP, reason_over_tcp, remedy_for
 from kvd_cli.copies import Report
 
 _GONE: Final = ("left", "dead", "gone", "lost")

@@ -10,7 +10,7 @@ import click
 
 import kvd
 from kvd.errors import KvdError
-from kvd.node.exit_codes import exit_code_of
+from kvd.node.daemon.exit_codes import exit_code_of
 from kvd_cli import interrupts
 from kvd_cli.exit_codes import INTERRUPTED
 from kvd_cli.flags import common_options

@@ -20,7 +20,7 @@ from rich.live import Live
 
 from kvd.config import Loaded
 from kvd.errors import ConfigError, ConnectError, KvdError
-from kvd.node.exit_codes import ExitCode
+from kvd.node.daemon.exit_codes import ExitCode
 from kvd_cli import interrupts
 from kvd_cli.connect import NOBODY_THERE_S
 from kvd_cli.copies import Report

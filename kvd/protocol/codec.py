@@ -234,6 +234,7 @@ _spec_fields = _record_of(
         _whole(Limit(MIN_SLICE_BYTES, MAX_SLICE_BYTES)),
         _text(Limit(0, 8)),
         _optional(_table),
+        _flag,
     ],
 )
 
@@ -271,7 +272,7 @@ def _plain_form(value: KeySpec | Enum) -> object:
     """The only values in messages that msgpack cannot write by itself."""
     if isinstance(value, Enum):
         return value.value
-    return [value.dtype, value.shape, value.slice_bytes, value.merge, value.table]
+    return [value.dtype, value.shape, value.slice_bytes, value.merge, value.table, value.gradients]
 
 
 def check_for(annotation: Any) -> Check:

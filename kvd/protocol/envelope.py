@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvd.protocol.messages import Epoch, Message
 
-VERSION = 11
+VERSION = 12
 
 
 class Decoded(NamedTuple):

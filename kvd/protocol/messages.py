@@ -1276,12 +1276,14 @@ class GiveState:
 class WantState:
     """My program needs the state after `made` steps. To the leader of the first partition, which answers with
     StateGiven when another worker gives it, or with StateGone. `has_pushed`: an earlier process of my rank has pushed
-    in a loop over steps, so rounds may count for which gradients of the first state were pushed."""
+    in a loop over steps, so rounds may count for which gradients of the first state were pushed. `restored`: the
+    run began with this state, which worker 0 has from a snapshot."""
 
     KIND: ClassVar[int] = 132
     request: Number
     made: Count
     has_pushed: bool = False
+    restored: bool = False
 
 
 @_message

@@ -92,6 +92,7 @@ class KeySpec:
     """The dtype and shape of a key, the size of its slices, and its own merge; fixed when the key is published.
 
     `merge`: one of MERGES; "": that of the cluster. `table`: the key is a table, and `shape` is that of one row.
+    `gradients`: the value is what the newest round has merged, for weights that the workers keep themselves.
 
     Slice ``i`` holds the bytes ``[i · slice_bytes, (i + 1) · slice_bytes)`` of the C-contiguous value. An empty value
     has one empty slice, so that its rounds close like those of other keys.
@@ -102,6 +103,7 @@ class KeySpec:
     slice_bytes: int
     merge: str = ""
     table: TableSpec | None = None
+    gradients: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +186,8 @@ class KeySpec:
             raise NotAllowed(f"{text} options, or use another key", key=key, node=node)
 
     def check_merge(self, other: KeySpec, key: str | int, default: str) -> None:
-        """Raises MergeMismatch if `other`, with which the key is made again, has another merge.
+        """Raises MergeMismatch if `other`, with which the key is made again, has another merge; NotAllowed if this is a
+        key of gradients, and `other` is not.
 
         Args:
             default: the merge of the cluster.
@@ -194,6 +197,9 @@ class KeySpec:
             told = "" if other.merge else ", that of the cluster, as it names none"
             text = f"key {key!r} is merged by {mine!r}, and this init wants {theirs!r}{told}: pass merge={mine!r}"
             raise MergeMismatch(f"{text}, or use another key", key=key)
+        if self.gradients and not other.gradients:
+            text = f'key {key!r} holds merged gradients, since it was made by an optimizer with where="workers"'
+            raise NotAllowed(f"{text}: wrap the optimizer in the same way, or use another key", key=key)
 
 
 def _in_words(spec: KeySpec) -> str:
@@ -222,6 +228,24 @@ def no_table_text(key: str | int) -> str:
 def state_of_table_text(key: str | int) -> str:
     """What is wrong with a call that saves or restores the optimizer's state, on a table."""
     return f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved"
+
+
+def gradients_text(key: str | int) -> str:
+    """The error of a call that reads weights, on a key of gradients."""
+    return (
+        f'key {key!r} holds the gradients that the workers have merged, not weights: with where="workers" the weights '
+        f"are in the memory of the workers. Read them from a snapshot that the program takes (kv.snapshot, or the "
+        f"settings snapshot_dir and snapshot_every), or have the program push them to keys of their own"
+    )
+
+
+def no_weights_text(key: str) -> str:
+    """The error of a snapshot for which no worker has given the weights of a key of gradients."""
+    return (
+        f'key {key!r} holds merged gradients, and this snapshot has no weights for it: with where="workers" it needs '
+        f"the loop `for step in optimizer.steps(total)`, and of several optimizers one that keeps the others, by "
+        f"optimizer.keep(name, other)"
+    )
 
 
 def merge_error(key: str | int, dtype: str, merge: str) -> str | None:

@@ -113,6 +113,13 @@ class StoredSnapshot:
         """The optimizer's arrays of a key by slot, one-dimensional; valid as a value is. Raises SnapshotError."""
         return {name: self._array(slot.pieces, slot.dtype, memory) for name, slot in key.state.items()}
 
+    def program(self) -> tuple[bytes, Array] | None:
+        """Layout and bytes of the program's state, without the weights; None: there is none. Raises SnapshotError."""
+        stored = self.manifest.program
+        if stored is None:
+            return None
+        return self._array(stored.layout, "uint8", None).tobytes(), self._array(stored.state, "uint8", None)
+
     def _array(self, pieces: Sequence[Piece], dtype: str, memory: PartMemory | None) -> Array:
         if len(pieces) == 1:
             return self._tensor(pieces[0], dtype, memory)
@@ -172,10 +179,9 @@ class StoredSnapshot:
     def _pieces_by_part(self) -> list[list[tuple[Piece, str]]]:
         """The tensors that each part must have, with their dtypes."""
         found: list[list[tuple[Piece, str]]] = [[] for _ in self.manifest.parts]
-        for key in self.manifest.keys:
-            for pieces, dtype in key.pieces():
-                for piece in pieces:
-                    found[piece.part].append((piece, dtype))
+        for pieces, dtype in self.manifest.pieces():
+            for piece in pieces:
+                found[piece.part].append((piece, dtype))
         return found
 
     @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvd.snapshots.layout import Group, KeyMark, Layout
 from kvd.snapshots.manifest import Manifest, Origin, StoredPart
-from kvd.snapshots.writer import PART_BYTES, KeyContent, SnapshotWriter
+from kvd.snapshots.writer import PART_BYTES, KeyContent, ProgramContent, SnapshotWriter
 
 
 class SnapshotSeries:
@@ -46,7 +46,7 @@ class SnapshotSeries:
 
 
 class NextSnapshot:
-    """A snapshot that is being written: each group, then `finish`; or `abort`.
+    """A snapshot that is being written: each group, the program's state if there is one, then `finish`; or `abort`.
 
     Attributes:
         groups: the keys, in the order in which they are written.
@@ -72,6 +72,10 @@ class NextSnapshot:
         """The keys of the next group. Raises SnapshotError."""
         group = tuple([content.key for content in contents])
         self._writer.add_group(contents, rests=group in self._resting)
+
+    def add_program(self, content: ProgramContent) -> None:
+        """See `SnapshotWriter.add_program`. Raises SnapshotError."""
+        self._writer.add_program(content)
 
     def abort(self) -> None:
         """Removes what was written."""

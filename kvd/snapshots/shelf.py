@@ -136,6 +136,21 @@ def newest_at(path: Path, *, missing_ok: bool, or_older: bool) -> StoredSnapshot
     return snapshot
 
 
+def same_in(path: Path, lineage: str, steps: int) -> StoredSnapshot | None:
+    """The snapshot at `path`, or in it, of this lineage and after so many steps; None if it is not there any more.
+
+    Raises:
+        SnapshotError: the folder cannot be read.
+    """
+    found = [_found(path)] if path.is_dir() and is_snapshot(path) else snapshots_in(path)
+    if path.is_dir() and is_snapshot(path):
+        found += [each for each in snapshots_in(path.resolve().parent) if each.path != path.resolve()]  # or_older
+    for each in found:
+        if each.origin is not None and (each.origin.lineage, each.origin.steps) == (lineage, steps):
+            return StoredSnapshot.open(each.path)
+    return None
+
+
 def check_is_newest(folder: Path, job: str, lineage: str, steps: int) -> None:
     """Raises SnapshotError if the job has snapshots here that are later than `steps` and of an earlier start of it:
     those that come would lie among them. Damaged ones are in nobody's way."""

@@ -16,7 +16,7 @@ from kvd.protocol.specs import KeySpec, TableSpec
 from kvd.snapshots import manifest
 from kvd.snapshots.folder import NewFolder, is_taken
 from kvd.snapshots.hashing import digest_of, hashed_beside
-from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart, StoredTable
+from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart, StoredProgram, StoredTable
 from kvd.snapshots.parts import packed
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.tables.stored_rows import StoredRows
@@ -75,6 +75,21 @@ class KeyContent(NamedTuple):
     state: Mapping[str, Array]
     merge: str = ""
     table: TableContent | None = None
+    gradients: bool = False
+
+
+class ProgramContent(NamedTuple):
+    """The state of a program that updates the weights itself.
+
+    Attributes:
+        weights: by key; they are the values of these keys.
+        layout: says what the state consists of.
+        state: its other bytes.
+    """
+
+    weights: Mapping[str, Array]
+    layout: bytes
+    state: Array
 
 
 def table_content(key: str, spec: KeySpec, stored: StoredRows, clock: int) -> KeyContent:
@@ -113,6 +128,7 @@ class SnapshotWriter:
         self._earlier = earlier
         self._keys: list[StoredKey] = []
         self._parts: list[StoredPart] = []
+        self._program: StoredProgram | None = None
         self._pending: dict[str, Array] = {}  # of the part that is not full yet
         self._pending_bytes = 0
         self._rests = False
@@ -128,12 +144,13 @@ class SnapshotWriter:
         state: Mapping[str, Array],
         merge: str = "",
         table: TableContent | None = None,
+        gradients: bool = False,
     ) -> None:
         """One key. The arrays must not be changed until `finish`.
 
         Args:
             value: in the shape of the key; of a table its rows, shape (rows, …shape of a row).
-            clock, updates, merge: see `StoredKey`.
+            clock, updates, merge, gradients: see `StoredKey`.
             state: the optimizer's arrays by slot, each with as many elements as the value; of a table, some per row.
         """
         with _said(self._path):
@@ -147,7 +164,7 @@ class SnapshotWriter:
         shape, stored = tuple(value.shape), None
         if table is not None:
             shape, stored = shape[1:], StoredTable(table.spec, len(table.ids), ids)
-        self._keys.append(StoredKey(key, name, shape, clock, updates, weight, slots, merge, stored))
+        self._keys.append(StoredKey(key, name, shape, clock, updates, weight, slots, merge, stored, gradients))
 
     def add_group(self, contents: Sequence[KeyContent], *, rests: bool) -> None:
         """Keys in parts of their own.
@@ -164,10 +181,18 @@ class SnapshotWriter:
         finally:
             self._rests = False
 
+    def add_program(self, content: ProgramContent) -> None:
+        """The state of the program, in parts of its own. The weights are those of the keys."""
+        self._end_part()
+        with _said(self._path):
+            layout = self._put("layout", "", np.frombuffer(content.layout, np.uint8))
+            self._program = StoredProgram(layout, self._put("program", "", content.state))
+        self._end_part()
+
     def finish(self) -> Manifest:
         """Writes the rest, and gives the folder its name. Returns what is in it."""
         self._end_part()
-        content = Manifest(self._origin, tuple(self._keys), tuple(self._parts))
+        content = Manifest(self._origin, tuple(self._keys), tuple(self._parts), self._program)
         with _said(self._path):
             self._folder.write(manifest.FILE, content.to_json())
             self._folder.publish()

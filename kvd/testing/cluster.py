@@ -29,8 +29,8 @@ from kvd.client.facades.blocking import backend_of
 from kvd.client.facades.open import open_backend
 from kvd.config import Role, child_environment, load
 from kvd.errors import BarrierBroken, NodeLost
-from kvd.node.daemon import Daemon
-from kvd.node.roles import new_daemon
+from kvd.node.daemon.daemon import Daemon
+from kvd.node.daemon.roles import new_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ DAEMON = """
 import sys
 from pathlib import Path
 from kvd.config import load
-from kvd.node.roles import run_daemon
+from kvd.node.daemon.roles import run_daemon
 sys.exit(run_daemon(load({}), sys.argv[1], ready_file=Path(sys.argv[2])))
 """
 

@@ -13,10 +13,15 @@ from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from kvd.client.calls.values import Array
 from kvd.errors import NotAllowed, ProtocolError
+from kvd.parallel.device import Device
+from kvd.parallel.models.torch.tensors import as_tensor, host_copy
 from kvd.torch.buffers import ModuleBuffers
 from kvd.torch.objects import from_bytes, to_bytes
 from kvd.torch.parameters import Named
+
+HOST = Device("cpu")
 
 
 @runtime_checkable
@@ -154,6 +159,12 @@ class TrainingState:
         into = torch.frombuffer(target, dtype=torch.uint8)
         self._copy(offset, len(target), lambda piece, own, place: into[place].copy_(piece[own]))
 
+    def weights(self) -> dict[str, Array]:
+        return {name: host_copy(parameter) for name, parameter in self._named}
+
+    def weights_nbytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for _, parameter in self._named)
+
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, in the order in which they travel."""
         yield from self._named
@@ -215,6 +226,10 @@ class TrainingState:
     def write(self, offset: int, data: memoryview) -> None:
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._copy(offset, len(data), lambda piece, own, place: piece[own].copy_(source[place]))
+
+    def write_weight(self, key: str, value: Array) -> None:
+        with torch.no_grad():
+            dict(self._named)[key].copy_(as_tensor(value.copy(), HOST))
 
     def end_write(self) -> None:
         for put, value in self._later:

@@ -16,7 +16,7 @@ from click.testing import Result
 from kvd import __version__
 from kvd.config import Config, all_settings
 from kvd.errors import ConfigError, ConnectError, KeyNotFound, KvdError, RequestTimeout
-from kvd.node.exit_codes import exit_code_of
+from kvd.node.daemon.exit_codes import exit_code_of
 from kvd.observe import log
 from kvd_cli import cluster
 from kvd_cli.options import OF_ONE_PROCESS, Options, with_deadline

@@ -46,7 +46,6 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from kvd.testing.express import ServerSteps
 from tests.core.fake_tables import next_version, packed_ids, rows_at
 from tests.core.fakes import (
     NodePeer,
@@ -66,6 +65,7 @@ from tests.core.fakes import (
     welcome,
     worker_id,
 )
+from tests.simulator.express import ServerSteps
 
 JOBS = (Create, Apply, ReadRows, ListRows, KeepRows, Export, Checksums, Load, Run)
 

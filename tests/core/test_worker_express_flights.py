@@ -11,9 +11,9 @@ from kvd.core.requests import Versions
 from kvd.core.worker.express_flights import ExpressFlights
 from kvd.core.worker.flights import Trip
 from kvd.protocol.messages import Epoch, Values
-from kvd.testing.express import ExpressSteps
 from tests.core.test_worker_flights import KEYS, push, repeated, values
 from tests.core.worker_harness import Harness, number
+from tests.simulator.express import ExpressSteps
 
 
 class Seen:

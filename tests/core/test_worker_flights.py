@@ -26,9 +26,9 @@ from kvd.protocol.messages import (
     Uncounted,
     Values,
 )
-from kvd.testing.express import ExpressSteps
 from tests.core.fakes import uint8
 from tests.core.worker_harness import Harness, number, ready
+from tests.simulator.express import ExpressSteps
 
 KEYS = ("a", "b", "c", "d")
 SMALL = 16 << 10

@@ -29,9 +29,9 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec, padded
-from kvd.testing.lists import ListedItems
 from tests.core.fakes import SLICE, of, uint8
 from tests.core.worker_harness import Harness, number
+from tests.simulator.lists import ListedItems
 
 KEYS = ("a", "b", "c")
 

@@ -33,7 +33,6 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from kvd.testing.express import ExpressSteps
 from tests.core.fakes import (
     cluster,
     from_scheduler,
@@ -47,6 +46,7 @@ from tests.core.fakes import (
     view,
     welcome,
 )
+from tests.simulator.express import ExpressSteps
 
 
 class Harness:

@@ -21,11 +21,11 @@ GUIDE = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 TIMEOUT_S = 115
 START_OF_STEP = "    order = torch.randperm("
 PAUSE = """
-    import pathlib, time
+    import pathlib
+    from kvd.testing.cluster import wait_until
     if step in (20, 40):
         pathlib.Path(f"at-{step}-{kv.rank}").touch()
-        while not pathlib.Path(f"go-{step}").exists():
-            time.sleep(0.01)
+        wait_until(pathlib.Path(f"go-{step}").exists, "the test goes on", 300)
 """
 
 DDP = """

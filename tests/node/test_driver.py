@@ -30,7 +30,7 @@ from kvd.core.machine import (
     Tick,
 )
 from kvd.errors import ConnectError, KvdError
-from kvd.node.reassembly import ReassemblyBuffer
+from kvd.node.shell.payloads import ReassemblyBuffer
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import Done, Enter, Epoch, ErrorCode, Refused, StatusReport
 from tests.node.driver_harness import DriverHarness, call, nothing, run

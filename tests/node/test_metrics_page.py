@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as families_
 import kvd
 from kvd.config import load
 from kvd.errors import ConfigError
-from kvd.node.metrics_page import MOST_CONNECTIONS, REQUEST_BYTES, MetricsPage
+from kvd.node.daemon.metrics_page import MOST_CONNECTIONS, REQUEST_BYTES, MetricsPage
 from kvd.observe.families import FAMILIES, LAG
 from kvd.testing.cluster import LocalCluster, wait_until
 

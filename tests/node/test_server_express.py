@@ -15,14 +15,14 @@ import kvd
 from kvd.core.machine import JobDone, LinkPeer
 from kvd.core.server.express import ExpressRounds
 from kvd.core.server.lane import PushLane
-from kvd.node.jobs import JobRunner
-from kvd.node.server_express import MOST_WAITING, RepeatedPushes
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.server_express import MOST_WAITING, RepeatedPushes
 from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import PUSH_NBYTES, values_header
 from kvd.protocol.messages import ADD, Epoch, PushBatch
 from kvd.testing.cluster import LocalCluster
-from kvd.transport.frames import INLINE, prefix_of
-from kvd.transport.link import Link
+from kvd.transport.links.frames import INLINE, prefix_of
+from kvd.transport.links.link import Link
 
 STEPS = 24
 

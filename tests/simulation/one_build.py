@@ -192,7 +192,7 @@ class Build:
     def _values(self, world: Any) -> Iterator[tuple[str, str]]:
         """Hash what the leader of each slice has."""
         np = import_module("numpy")
-        view = import_module("kvd.node.jobs").view
+        view = import_module("kvd.node.jobs.runner").view
         for process, slice_ in self._copies.led(world):
             if slice_.spec.table is None:
                 spans = [slice_.span(slice_.log.current)]

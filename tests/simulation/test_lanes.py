@@ -24,8 +24,8 @@ from kvd.core.worker.list_moves import Whole
 from kvd.core.worker.loads import ListLoad
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.steps import StepCounter
-from kvd.testing.campaign import CAMPAIGNS
-from kvd.testing.trace import Trace
+from tests.simulator.campaign import CAMPAIGNS
+from tests.simulator.trace import Trace
 
 COMPARED = (
     "rounds, nasty",

@@ -26,14 +26,14 @@ from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.push_window import PushWindow
 from kvd.core.worker.transfer import Transfer
-from kvd.node.optimizer_states import OptimizerStates
+from kvd.node.jobs.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
-from kvd.testing.campaign import CAMPAIGNS, Campaign
-from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import NASTY, Faults
-from kvd.testing.settings import ShellSettings
-from kvd.testing.trace import Violation
 from tests.simulation.mutants_harness import SEEDS, caught, check_caught
+from tests.simulator.campaign import CAMPAIGNS, Campaign
+from tests.simulator.mishaps import Mishaps
+from tests.simulator.network import NASTY, Faults
+from tests.simulator.settings import ShellSettings
+from tests.simulator.trace import Violation
 
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
 

@@ -141,7 +141,8 @@ class Values(Protocol):
     `kvd.client.calls.memory_budget`.
     """
 
-    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle: ...
+    def init(self, key: Any, value: Any, merge: MergeChoice = None, *, gradients: bool = False) -> Handle:
+        """`gradients`: the keys merge gradients of weights that the workers keep, of which these are the first ones."""
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False

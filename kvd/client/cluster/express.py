@@ -29,11 +29,11 @@ from kvd.client.cluster.users import StoreUsers
 from kvd.core.machine import Send
 from kvd.core.requests import Item
 from kvd.core.worker.machine import WorkerMachine
-from kvd.node.driver import Driver
-from kvd.node.threads import LinkWaiter
-from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.node.shell.driver import Driver
+from kvd.node.shell.threads import LinkWaiter
 from kvd.transport.host import HostTransport
-from kvd.transport.link import Link
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.link import Link
 
 _LISTS = (list, tuple)
 OFTEN_S = 0.005  # the loop stays paused between calls that follow each other so soon

@@ -29,11 +29,11 @@ from kvd.core.machine import LocalCall, Peer, Send
 from kvd.core.requests import Item, Transfer
 from kvd.core.worker.express_flights import Route
 from kvd.core.worker.machine import WorkerMachine
-from kvd.node.driver import Driver
-from kvd.node.threads import LinkWaiter
+from kvd.node.shell.driver import Driver
+from kvd.node.shell.threads import LinkWaiter
 from kvd.protocol.fixed import PUSH_NBYTES, VALUES_NBYTES, put_push, read_values
-from kvd.transport.frames import INLINE_BELOW_BYTES, inline_frame
 from kvd.transport.host import HostTransport
+from kvd.transport.links.frames import INLINE_BELOW_BYTES, inline_frame
 
 
 class PreparedFlight:

@@ -20,9 +20,8 @@ from kvd.protocol.fixed import (
     put_values_head,
     version_of,
 )
-from kvd.transport.expected import ExpectedFrame
-from kvd.transport.frames import PREFIX, inline_frame
-from kvd.transport.link import Link
+from kvd.transport.links.frames import PREFIX, ExpectedFrame, inline_frame
+from kvd.transport.links.link import Link
 
 HEADER_AT = PREFIX.size
 PUSHED_AT = HEADER_AT + PUSH_NBYTES
