@@ -92,8 +92,8 @@ def launch(
         raise click.UsageError("--ssh says how the --hosts are reached: give --hosts, too")
     if loaded.config.metrics_bind and parse_address(f"tcp://{loaded.config.metrics_bind}").port:
         raise ConfigError(
-            f"metrics_bind = {loaded.config.metrics_bind!r}: the scheduler and the servers of a job need ports of their "
-            "own: give port 0, and with -v their logs say which they have",
+            f"metrics_bind = {loaded.config.metrics_bind!r}: the scheduler and the servers of a job need ports of "
+            "their own: give port 0, and with -v their logs say which they have",
             setting="metrics_bind",
         )
     parsed = () if hosts is None else _hosts(hosts, loaded.config, servers)
