@@ -32,6 +32,8 @@ FAST_WAYS: Final = (
 )
 """Module, class and method of each fast way, and the answer with which a call falls back to the general way."""
 
+ABSENCES: Final = ("LOSSES", "ELASTIC", "UNEVEN", "LATENESS", "HEALED")
+
 DATA: Final = frozenset(
     (
         "Done",
@@ -148,7 +150,8 @@ class Build:
     Attributes:
         layout: the package that has the simulator.
         turned_off: the fast ways that the build has.
-        campaigns: all campaigns by name, and those in which servers die.
+        campaigns: those of every build and those in which servers die, by name.
+        more: those of absent workers and of sparse or encoded values, by name.
     """
 
     def __init__(self, tree: Path) -> None:
@@ -161,6 +164,9 @@ class Build:
         self._keeps_lines = False
         self._delays = 0
         self.campaigns = {**self._campaign.CAMPAIGNS, **self._campaign.FAILOVERS}
+        absences, sparse = self._part("absences"), self._part("sparse")
+        groups = [getattr(absences, name) for name in ABSENCES]
+        self.more = {name: campaign for group in (*groups, sparse.SPARSE) for name, campaign in group.items()}
         self.turned_off = [way for way in FAST_WAYS if _turn_off(*way)]
         self._record()
         self._count_no_log_entries()
@@ -172,7 +178,7 @@ class Build:
         self._recorders.clear()
         self._workloads.clear()
         self._keeps_lines, self._delays = task.how == "trace", task.delays
-        campaign = self.campaigns[task.campaign]
+        campaign = self.campaigns.get(task.campaign) or self.more[task.campaign]
         if task.how == "calm":
             calm = self._part("mishaps").Mishaps(), self._part("network").CALM
             campaign = dataclasses.replace(campaign, mishaps=calm[0], faults=calm[1])
@@ -279,7 +285,12 @@ def _turn_off(module: str, name: str, method: str, answer: Any) -> bool:
 
 def main() -> None:
     build = Build(Path(sys.argv[1]))
-    about = {"layout": build.layout, "campaigns": list(build.campaigns), "off": [way[1:3] for way in build.turned_off]}
+    about = {
+        "layout": build.layout,
+        "campaigns": list(build.campaigns),
+        "more": list(build.more),
+        "off": [way[1:3] for way in build.turned_off],
+    }
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
         print(json.dumps(build.run(Task(*json.loads(line)))), flush=True)
