@@ -1,17 +1,15 @@
 """Metrics of a worker for the program's own Prometheus registry.
 
 Schedulers and servers have pages of their own (the setting `metrics_bind`). A worker opens no port: its program
-registers a collector, and offers its registry as it likes:
+registers a collector, and offers its registry as it likes::
 
-```python
-from prometheus_client import REGISTRY, start_http_server
-import kvd
-import kvd.metrics
+    from prometheus_client import REGISTRY, start_http_server
+    import kvd
+    import kvd.metrics
 
-with kvd.create("dist_sync") as kv:
-    REGISTRY.register(kvd.metrics.collector(kv))
-    start_http_server(8000)
-```
+    with kvd.create("dist_sync") as kv:
+        REGISTRY.register(kvd.metrics.collector(kv))
+        start_http_server(8000)
 
 It takes the extra `metrics` (prometheus-client). Nothing is counted in calls: the collector reads at a scrape what the
 store knows anyway.
@@ -38,16 +36,14 @@ __all__ = ["collector"]
 def collector(store: KVStore) -> Collector:
     """Return a collector of a worker's metrics, for ``CollectorRegistry.register``.
 
-    All have the label ``kvd_job``:
+    All are gauges with the label ``kvd_job``:
 
-    | metric | kind | more labels | meaning |
-    |---|---|---|---|
-    | ``kvd_worker_info`` | gauge | ``rank``, ``type`` | 1 |
-    | ``kvd_worker_step`` | gauge | | newest step in which this worker has pushed |
-    | ``kvd_worker_open_calls`` | gauge | | calls that have not ended |
-    | ``kvd_worker_scheduler_silence_seconds`` | gauge | | time since the scheduler was heard |
-    | ``kvd_worker_servers`` | gauge | ``path`` | servers by the path of messages to them |
-    | ``kvd_worker_members`` | gauge | ``role``, ``state`` | nodes as this worker sees them |
+    - ``kvd_worker_info`` (``rank``, ``type``): 1
+    - ``kvd_worker_step``: the newest step in which this worker has pushed
+    - ``kvd_worker_open_calls``: calls that have not ended
+    - ``kvd_worker_scheduler_silence_seconds``: time since the scheduler was heard
+    - ``kvd_worker_servers`` (``path``): servers by the path of messages to them
+    - ``kvd_worker_members`` (``role``, ``state``): nodes as this worker sees them
 
     Args:
         store: of a cluster. After its end there are no series.
