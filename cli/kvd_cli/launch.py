@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import click
 
-from kvd.config import Config, Loaded
+from kvd.config import Config, Loaded, parse_address
+from kvd.errors import ConfigError
 from kvd.node.affinity import MOST_AUTO_SERVERS, auto_servers, usable_cores
 from kvd.node.launch import Host, Job, RestartRule, parse_hosts, run
 from kvd_cli.flags import common_options, setting_options
@@ -89,6 +90,12 @@ def launch(
     loaded = options.load_daemon()
     if ssh is not None and hosts is None:
         raise click.UsageError("--ssh says how the --hosts are reached: give --hosts, too")
+    if loaded.config.metrics_bind and parse_address(f"tcp://{loaded.config.metrics_bind}").port:
+        raise ConfigError(
+            f"metrics_bind = {loaded.config.metrics_bind!r}: the scheduler and the servers of a job need ports of "
+            "their own: give port 0, and with -v their logs say which they have",
+            setting="metrics_bind",
+        )
     parsed = () if hosts is None else _hosts(hosts, loaded.config, servers)
     workers, servers = _sizes(loaded, servers, parsed)
     job = Job(

@@ -17,6 +17,9 @@ _META: Final = "kvd_cli.options"
 OF_ONE_PROCESS: Final = ("bind", "node_id", "preferred_rank", "local_rank", "role", "parent_pid")
 """Settings that several processes never share."""
 
+OF_METRICS: Final = ("metrics_bind", "metrics_token_file")
+"""Settings of daemons that somebody watches."""
+
 OF_SNAPSHOTS: Final = ("snapshot_dir", "snapshot_every", "snapshot_keep", "restore")
 """Settings of jobs that take snapshots, or begin with one."""
 

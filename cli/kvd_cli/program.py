@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "worker": "kvd_cli.daemons:worker",
     "launch": "kvd_cli.launch:launch",
     "status": "kvd_cli.cluster:status",
+    "top": "kvd_cli.top:top",
     "doctor": "kvd_cli.doctor:doctor",
     "jobs": "kvd_cli.jobs:jobs",
     "shutdown": "kvd_cli.jobs:shutdown",
