@@ -54,7 +54,7 @@ put_number = _NUMBER.pack_into
 
 
 class PushNumbers(NamedTuple):
-    """What differs from one PushBatch of a worker to the next, if each is one sample that is added: see there."""
+    """Fields that differ between the PushBatches of a worker if each is one sample that is added."""
 
     request: int
     batch: int
@@ -78,7 +78,7 @@ def put_push(
     settled: int,
     place: int,
 ) -> None:
-    """Writes the header of a PushBatch to `buffer`, from byte `at` on: one sample, with a pull, and no probe."""
+    """Write the header of a PushBatch to `buffer`, from byte `at` on: one sample, with a pull, and no probe."""
     # fmt: off
     _PUSH.pack_into(
         buffer, at, _LONG_LIST, _PUSH_ENTRIES, VERSION, PushBatch.KIND,
@@ -91,7 +91,7 @@ def put_push(
 def put_push_numbers(
     buffer: bytearray, at: int, request: int, batch: int, clock: int, step: int, settled: int, place: int
 ) -> None:
-    """Writes these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
+    """Write these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
     # fmt: off
     _PUSH_NUMBERS.pack_into(
         buffer, at + _PUSH_NUMBERS_AT, request, _WIDE, batch, _WIDE, clock, _ONE_SAMPLE_AND_PULL,
@@ -101,7 +101,7 @@ def put_push_numbers(
 
 
 def write_push(push: PushBatch, sender: int, epoch: Epoch, run: int) -> bytes | None:
-    """The header of a push. None: it is written in another way."""
+    """Return the header of a push; None if it has another form."""
     if push.how != ADD or push.probe:
         return None
     # fmt: off
@@ -115,7 +115,7 @@ def write_push(push: PushBatch, sender: int, epoch: Epoch, run: int) -> bytes | 
 
 
 def read_push(header: bytes | memoryview) -> Decoded | None:
-    """The PushBatch in a header of PUSH_NBYTES bytes, if it is as `write_push` writes it. None: it may be any other."""
+    """Decode a PushBatch that `write_push` wrote, of PUSH_NBYTES bytes. Returns None for any other header."""
     # fmt: off
     (
         marker, entries, version, kind,
@@ -150,8 +150,10 @@ def read_push(header: bytes | memoryview) -> Decoded | None:
 
 
 def numbers_of(tail: bytes) -> PushNumbers | None:
-    """The numbers in a header of PUSH_NBYTES bytes behind the first PUSH_HEAD_NBYTES, if it is as `write_push` writes
-    it, of one sample. None: it may be any other."""
+    """Decode the numbers behind the head of a header that `write_push` wrote, of one sample.
+
+    Returns None for any other header.
+    """
     # fmt: off
     (
         w1, request, w2, batch, w3, clock, how, w4, step, w5, settled, w6, place
@@ -173,14 +175,14 @@ def numbers_of(tail: bytes) -> PushNumbers | None:
 
 
 def push_numbers(push: PushBatch) -> PushNumbers | None:
-    """The numbers of a push. None: it is not one sample that is added."""
+    """Return the numbers of a push; None if it is not one sample that is added."""
     if push.how != ADD or push.samples != 1 or push.probe:
         return None
     return PushNumbers(push.request, push.batch, push.clock, push.pull, push.step, push.settled, push.place)
 
 
 def values_header(sender: int, epoch: Epoch, run: int, request: int, version: int) -> bytes:
-    """The header of an answer with one version, and no coding."""
+    """Return the header of an answer with one version, and no coding."""
     # fmt: off
     return _VALUES.pack(
         _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
@@ -199,15 +201,14 @@ def done_header(sender: int, epoch: Epoch, run: int, request: int) -> bytes:
 
 
 def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes | None:
-    """The header of an answer. None: it is written in another way."""
+    """Return the header of an answer; None if it has another form."""
     if values.coding is not None or len(values.versions) != 1:
         return None
     return values_header(sender, epoch, run, values.request, values.versions[0])
 
 
 def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
-    """The epoch, run and request in a header of VALUES_NBYTES bytes, if it is as `write_values` writes it. None: it may
-    be any other."""
+    """Decode epoch, run and request of an answer that `write_values` wrote. Returns None for any other header."""
     # fmt: off
     (
         marker, version, kind, w1, sender, w2, generation, w3, change, w4, run, w5, request,
@@ -228,7 +229,7 @@ def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
 
 
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:
-    """Writes the header of an answer up to its version to `buffer`, from byte `at` on, to compare one with."""
+    """Write the header of an answer up to its version to `buffer`, from byte `at` on, to compare one with."""
     # fmt: off
     _VALUES_HEAD.pack_into(
         buffer, at, _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
@@ -238,7 +239,7 @@ def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: 
 
 
 def version_of(buffer: bytes | bytearray, at: int) -> int | None:
-    """The version of an answer, with which its header goes on at this byte behind its head. None: it is another
+    """Return the version of an answer, with which its header goes on at this byte behind its head. None: it is another
     answer."""
     version, coding = _VALUES_TAIL.unpack_from(buffer, at)
     return version if coding == _NONE and version <= BIGGEST else None

@@ -170,7 +170,7 @@ def test_a_bug_ends_no_server(
     def broken(*arguments: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(ServerMachine, "push", sometimes(7, ServerMachine.push, broken))
+    monkeypatch.setattr(ServerMachine, "push", sometimes(20, ServerMachine.push, broken))
     with caplog.at_level(logging.ERROR, logger="kvd.node"):
         run(train)
     assert any("a push could not be handled" in record.getMessage() for record in caplog.records)

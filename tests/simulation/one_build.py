@@ -2,6 +2,7 @@
 
 `python -P one_build.py TREE` reads a task from each line of stdin and writes its result to stdout, as JSON. TREE may
 be an older build: the simulator is in `kvd/testing` or in `tests/simulator`, and the fast ways may be there or not.
+Other modules may have other names, so what they define is taken from the modules of the simulator that import it.
 """
 
 from __future__ import annotations
@@ -197,8 +198,7 @@ class Build:
 
     def _values(self, world: Any) -> Iterator[tuple[str, str]]:
         """Hash what the leader of each slice has."""
-        np = import_module("numpy")
-        view = import_module("kvd.node.jobs.runner").view
+        np, view = import_module("numpy"), self._copies.view
         for process, slice_ in self._copies.led(world):
             if slice_.spec.table is None:
                 spans = [slice_.span(slice_.log.current)]
@@ -217,7 +217,7 @@ class Build:
 
     def _record(self) -> None:
         """Let each Trace have a Recorder."""
-        trace, decode = self._part("trace").Trace, import_module("kvd.protocol.codec").decode
+        trace, decode = self._part("trace").Trace, self._part("shell").decode
         start = trace.__init__
 
         def starting(own: Any, seed: int, clock: Any) -> None:
@@ -231,8 +231,8 @@ class Build:
 
     def _count_no_log_entries(self) -> None:
         """A process dies after so many effects: an entry of its log is none of them."""
-        shell, log_entry = self._part("shell"), import_module("kvd.core.machine").LogEntry
-        by_run = shell.by_run
+        shell = self._part("shell")
+        by_run, log_entry = shell.by_run, shell.LogEntry
         shell.by_run = lambda *rest: (each for each in by_run(*rest) if not isinstance(each[0], log_entry))
 
     def _vary_delays(self) -> None:
