@@ -1257,6 +1257,7 @@ class Gone(Enum):
     LOST = 2  # no worker that lives has it
     OVER = 3  # the same, and all others have left in good order
     PASSED = 4  # the rounds went on without the receiver meanwhile, and its next step needs another one
+    LEFT = 5  # all others left the loop over steps early, and have the state after its last step instead
 
 
 @_message
@@ -1264,11 +1265,14 @@ class OfferState:
     """My program waits in the store, and its state is that after `made` steps. To the leader of the first partition.
 
     Answered with GiveState when a worker lacks that state, or with Done once I offer another one, or NO_STATE.
+    `left_after`: my program left its loop after so many steps, and counts the rest up to `made` as made; NO_STATE: it
+    did not.
     """
 
     KIND: ClassVar[int] = 130
     request: Number
     made: Signed
+    left_after: Signed = NO_STATE
 
 
 @_message

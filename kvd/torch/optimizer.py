@@ -251,9 +251,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
         Each step has one ``backward()`` whose gradients are sent. With ``where="workers"``, a process that does not
         have the state of the step before, since it was restarted, joined later or was late, gets it from another one
-        here; in the first step, all get that of worker 0. So one optimizer per store has `steps`, and the loop is left
-        at its end. Within a step, other keys are not pushed, and barriers and broadcasts come before ``backward()``. A
-        program with several optimizers uses ``store.steps(total)``.
+        here; in the first step, all get that of worker 0. So one optimizer per store has `steps`, and all loops of the
+        store are such. Within a step, other keys are not pushed, and barriers and broadcasts come before
+        ``backward()``. A program with several optimizers uses ``store.steps(total)``.
+
+        If the workers leave a loop early (``break``), all do so in the same step, between ``step()`` and the next
+        ``backward()``. The loop then counts as made to its end: a worker that is restarted gets the state there, and
+        continues behind the loop.
 
         Args:
             total: how many steps the loop has.
@@ -265,7 +269,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             StateLost: no living worker has the state that this one needs.
             NotAllowed: another worker's model, optimizer or `keep` differs; the message names the parameter and the
-                worker.
+                worker. Or a loop over ``store.steps`` came before.
         """
         backend = backend_of(self.store)
         if self._state is None:
@@ -288,6 +292,8 @@ class DistributedOptimizer(WrappedOptimizer):
                     self._state.end_step()
         finally:
             self._passes.end_loop()
+            if self._state is not None and backend.steps.is_updating:
+                self._state.leave_loop()
             close = getattr(loop, "close", None)
             if close is not None:
                 close()

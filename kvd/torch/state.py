@@ -133,6 +133,10 @@ class TrainingState:
             self._is_checked = True
             self.layout()
 
+    def leave_loop(self) -> None:
+        """Leave the loop in a step that is merged: the buffers are those after it."""
+        self._is_in_step = False
+
     def _live_buffers(self) -> dict[str, torch.Tensor]:
         return {} if self._buffers is None else self._buffers.live()
 

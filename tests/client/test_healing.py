@@ -238,6 +238,53 @@ def test_a_state_that_cannot_be_read_is_an_error_of_its_owner_who_may_give_it_la
         assert taken.values[0] == 5.0 + 3.0
 
 
+@pytest.mark.parametrize("is_updated", [True, False])
+@pytest.mark.parametrize("death", ["in the loop", "behind it", "in the next one"])
+def test_loops_that_are_left_early(death: str, is_updated: bool) -> None:
+    """A worker that dies there comes to the end of the loop with the state of the others."""
+
+    def train(kv: kvd.KVStore, state: Number, dies_at: str = "") -> float:
+        kv.init("w", np.zeros(1))
+        healing = healing_of(kv)
+        healing.hold(state)
+
+        def update() -> None:
+            merged = kv.pushpull("w", np.full(1, kv.rank + 1.0))
+            healing.updating()
+            state.values[0] += merged[0]
+
+        for step in healing.steps(1000, "w"):
+            if step == 2 and not is_updated:
+                break
+            update()
+            if step == 2:
+                break
+        if dies_at == "in the loop":
+            raise EOFError
+        kv.barrier("between", timeout=PATIENCE_S)
+        if dies_at == "behind it":
+            raise EOFError
+        for _ in healing.steps(3, "w"):
+            break
+        if dies_at == "in the next one":
+            raise EOFError
+        for _ in healing.steps(2, "w"):
+            update()
+        kv.barrier("end", timeout=PATIENCE_S)
+        return float(state.values[0])
+
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **SETTINGS) as cluster:
+        zero, one = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
+        survivor = pool.submit(train, zero, Number(5.0))
+        with pytest.raises(EOFError):
+            train(one, Number(0.0), death)
+        dies(one)
+        again = cluster.store(node_id="worker-1", preferred_rank=1)
+        expected = 5.0 + (2 + is_updated + 2) * 3.0
+        assert pool.submit(train, again, Number(0.0)).result(PATIENCE_S) == expected
+        assert survivor.result(PATIENCE_S) == expected
+
+
 def test_a_state_is_given_in_any_wait() -> None:
     with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **SETTINGS) as cluster:
         zero, one = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])

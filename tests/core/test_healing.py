@@ -322,6 +322,26 @@ def test_states_are_passed_on_in_synchronous_stores_only() -> None:
     assert one(told(harness.say(0, WantState(30, 0)))).error is ErrorCode.NOT_ALLOWED
 
 
+def test_the_state_of_a_loop_that_was_left_is_the_one_after_it() -> None:
+    harness = Passing()
+
+    def leave(rank: int, made: int, left_after: int) -> None:
+        harness.say(rank, OfferState(harness.request(), made, left_after))
+
+    leave(0, 10, 5)
+    for made in (5, 9):
+        assert one(told(harness.want(2, made))).why is Gone.LEFT
+    for made in (4, 11):
+        assert [message.why for message in told(harness.want(2, made))] in ([], [Gone.AGAIN])  # it waits
+    assert isinstance(one(told(harness.want(2, 10), peer(0))), GiveState)
+
+    harness = Passing()
+    harness.want(2, 5)
+    harness.offer(0, 10)  # of a program that has not left its loop early
+    effects = harness.say(1, OfferState(harness.request(), 10, 5))
+    assert [(message.why, send.peer) for send in sends(effects) for message in [send.message]] == [(Gone.LEFT, peer(2))]
+
+
 def test_a_worker_without_which_the_rounds_go_on_finds_out_where_they_are() -> None:
     harness = Passing()
     harness.look(member("worker", 2, "back"))

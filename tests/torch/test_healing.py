@@ -155,6 +155,50 @@ def test_a_backward_that_ends_on_another_thread_gives_the_state() -> None:
     assert all(map(torch.equal, mine, theirs))
 
 
+def test_the_buffers_of_a_loop_that_was_left_are_those_behind_it() -> None:
+    """As are the optimizer's state and the weights."""
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(3))
+    first = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+    def train(cluster: LocalCluster, rank: int, *, dies: bool = False) -> dict[str, torch.Tensor]:
+        kv = cluster.store(node_id=f"worker-{rank}", preferred_rank=rank)
+        model = copy.deepcopy(first)
+        optimizer = kt.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+            model.named_parameters(),
+            where="workers",
+            op="mean",
+            store=kv,
+            module=model,
+            buffers="mean",
+        )
+        for loop in range(2):
+            for step in optimizer.steps(100):
+                optimizer.zero_grad()
+                loss: Any = model(x[loop][step]).square().mean() * (rank + 1)
+                loss.backward()
+                optimizer.step()
+                if step == 2 - loop:
+                    break
+            if dies:
+                kv.__exit__(RuntimeError, None, None)  # as a program that has failed
+                return {}
+            kv.barrier("between")
+        kv.close()
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    results = []
+    for is_disturbed in (False, True):
+        with LocalCluster(2, 1, **SETTINGS) as cluster, ThreadPoolExecutor(2) as threads:
+            survivor = threads.submit(train, cluster, 0)
+            if is_disturbed:
+                threads.submit(train, cluster, 1, dies=True).result(TIMEOUT_S)
+            results += [threads.submit(train, cluster, 1).result(TIMEOUT_S), survivor.result(TIMEOUT_S)]
+    for result in results:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -25,6 +26,22 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 LAST_STATE_S = 30.0  # how long a worker that was late waits for the others to make the last step of a loop
 LOOK_S = 0.2
+
+
+class Taken(Enum):
+    """Outcome of asking other workers for a state."""
+
+    WHOLE = auto()  # it is here
+    PASSED = auto()  # the rounds went on without this worker, and nobody offers it
+    LEFT = auto()  # the others left the loop early, and have the state after its last step instead
+
+
+class _Come(Enum):
+    """What a program does with a step that it comes to."""
+
+    MAKES = auto()
+    SKIPS = auto()  # it counts already, or the others make it without this worker
+    ENDS = auto()  # the others have left the loop: so does this one
 
 
 class StateHolder(Protocol):
@@ -79,12 +96,15 @@ class StatePassing(Protocol):
     def on_this_thread(self) -> AbstractContextManager[None]:
         """A context in which waits of this thread give the state, too, while that of `attend` waits for this one."""
 
-    def has(self, made: int | None) -> None:
-        """The state is that after so many steps, until the next call; None: it is that of no step."""
+    def has(self, made: int | None, left_after: int | None = None) -> None:
+        """The state is that after so many steps, until the next call; None: it is that of no step.
 
-    def take(self, made: int, *, restored: bool) -> bool:
-        """Gets the state after so many steps from another worker. False: the rounds went on without this one meanwhile,
-        and nobody offers that state.
+        Args:
+            left_after: the program left its loop after so many of them; None: it did not.
+        """
+
+    def take(self, made: int, *, restored: bool) -> Taken:
+        """Get the state after so many steps from another worker.
 
         Args:
             restored: the run began with that state, which worker 0 has from a snapshot.
@@ -110,6 +130,7 @@ class Healing:
         self._holder: StateHolder | None = None
         self._made: int | None = None  # the state is that after so many steps; None: it is not one that others need
         self._goes_on_at: int | None = None  # the number of the step that needs no other state than there is
+        self._left_after: int | None = None  # the loop before was left after so many steps, and no update came since
         self._loops = 0  # begun here
         self._snapshot: StoredSnapshot | None = None  # that the store was restored from, until a loop begins
         self._is_restored = False  # that snapshot has the state of a program
@@ -240,39 +261,61 @@ class Healing:
         try:
             for step in iteration:
                 number = self._steps.number
-                if not self._come_to(number):
+                come = self._come_to(number)
+                if come is _Come.ENDS:
+                    iteration.close()
+                    break
+                if come is _Come.SKIPS:
                     continue
                 try:
                     yield step
-                except GeneratorExit:  # an update may be under way: whoever needs the state does not get it from here
+                except GeneratorExit:
                     iteration.close()
-                    self._goes_on_at = self._steps.number
+                    self._leave_early(number)
                     raise
                 self._has(number + 1)
             self._come_to_end(self._steps.number)
         finally:
             iteration.close()
 
-    def _come_to(self, number: int) -> bool:
-        """Whether the program makes this step, with the state that it needs; otherwise it counts already."""
+    def _leave_early(self, number: int) -> None:
+        """The program leaves its loop in this step (`break`), as those of all workers do. The rest counts as made.
+
+        Before an update of this step, the state is still that before the step, and others may continue with it: they
+        leave the loop themselves. Else an update may be under way, so the state is none for a snapshot. A worker that
+        needs it gets it when this program waits in the store, behind the loop.
+        """
+        self._goes_on_at = self._steps.number
+        if self._left_after is None:
+            self._left_after = number
+        if self._passing is not None and self._made is None:
+            self._passing.has(self._goes_on_at, self._left_after)
+
+    def _come_to(self, number: int) -> _Come:
+        """Get the state that the step needs, unless it is here."""
         if number in (self._made, self._goes_on_at):
             self._has(number)
-            return True
+            return _Come.MAKES
         counts = self._steps.counts_whole
-        if not self._take(number + 1 if counts else number):
+        taken = self._take(number + 1 if counts else number)
+        if taken is Taken.PASSED:
             self._steps.leave_out()  # the next step is one in which the others wait for this worker
-            return False
+            return _Come.SKIPS
         if counts and self._passing is not None:
             self._passing.pass_over().result()
             self._steps.pass_over()
-        return not counts
+        if taken is Taken.LEFT:
+            return _Come.ENDS
+        return _Come.SKIPS if counts else _Come.MAKES
 
     def _come_to_end(self, number: int) -> None:
         """The loop is over. A predecessor that came further needs another state than the one here."""
         if self._made == number or self._steps.is_past:
             return
         until = time.monotonic() + LAST_STATE_S
-        while not self._take(number):
+        while (taken := self._take(number)) is not Taken.WHOLE:
+            if taken is Taken.LEFT:  # the next loop, too: this program comes to it with no state, and gets one there
+                return
             if time.monotonic() > until:
                 raise StateLost(
                     f"the others went on without this worker, and are past the end of this loop: no worker has the "
@@ -281,18 +324,19 @@ class Healing:
                 )
             time.sleep(LOOK_S)
 
-    def _take(self, made: int) -> bool:
+    def _take(self, made: int) -> Taken:
         self._has(None)
         is_restored = made == self._steps.restored_steps > 0
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None and is_restored:
             self._load(snapshot)
             self._has(made)
-            return True
+            return Taken.WHOLE
         try:
             if self._passing is not None:
-                if not self._passing.take(made, restored=is_restored and self._is_restored):
-                    return False
+                taken = self._passing.take(made, restored=is_restored and self._is_restored)
+                if taken is not Taken.WHOLE:
+                    return taken
             elif made:
                 raise StateLost(f"a store without a cluster has no other worker with the state after {made} steps")
         except StateLost as lost:
@@ -305,10 +349,12 @@ class Healing:
                 steps=made,
             ) from lost
         self._has(made)
-        return True
+        return Taken.WHOLE
 
     def _has(self, made: int | None) -> None:
+        if made != self._goes_on_at:
+            self._left_after = None
         self._made = made
         self._goes_on_at = made
         if self._passing is not None:
-            self._passing.has(made)
+            self._passing.has(made, self._left_after)

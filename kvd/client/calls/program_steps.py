@@ -246,6 +246,11 @@ class ProgramSteps:
         with self._lock:
             return self._loops.counts_whole
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether the program changes its state in the present step."""
+        return self._is_updating
+
     def updating(self) -> None:
         """The program changes its state from now on, until the present step ends."""
         self._is_updating = True

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from zlib import crc32
 
-from kvd.client.calls.healing import StateHolder
+from kvd.client.calls.healing import StateHolder, Taken
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.engine import Array, Engine
 from kvd.core import requests
@@ -136,6 +136,7 @@ class ClusterStates:
         self._engine = engine
         self._holder: StateHolder | None = None
         self._made: int | None = None
+        self._left_after = NO_STATE
         self._thread = 0
         self._wake: Callable[[], object] | None = None
         self._offer: Promise | None = None  # that waits for those who lack the state
@@ -157,8 +158,9 @@ class ClusterStates:
         finally:
             self._engine.take_duty(None)
 
-    def has(self, made: int | None) -> None:
+    def has(self, made: int | None, left_after: int | None = None) -> None:
         self._made = made
+        self._left_after = NO_STATE if left_after is None else left_after
 
     def pass_over(self) -> Promise:
         return self._engine.submit(requests.PassOver())
@@ -199,7 +201,7 @@ class ClusterStates:
         assert self._made is not None
         try:
             timeout_s = self._engine.config.round_timeout_s
-            offer = self._offer = self._engine.submit(offer_of(self._made, self._home), timeout_s)
+            offer = self._offer = self._engine.submit(offer_of(self._made, self._home, self._left_after), timeout_s)
         except KvdError:  # the store is being closed
             self._offer_at = float("inf")
         else:
@@ -244,7 +246,7 @@ class ClusterStates:
 
     # ── of others ──
 
-    def take(self, made: int, *, restored: bool) -> bool:
+    def take(self, made: int, *, restored: bool) -> Taken:
         assert self._holder is not None
         writer = _Writer(self._holder)
         script = take(
@@ -257,14 +259,16 @@ class ClusterStates:
         )
         gone: StateGone | None = carry_out(self._engine, script)
         if gone is not None and gone.why is Gone.PASSED:
-            return False
+            return Taken.PASSED
+        if gone is not None and gone.why is Gone.LEFT:
+            return Taken.LEFT
         if gone is None:
             writer.end()
         elif gone.why is Gone.FIRST and not restored and not writer.has_written:
             self._give_first(gone.others)
         else:
             raise _lost(made, gone.why)
-        return True
+        return Taken.WHOLE
 
     def _give_first(self, others: int) -> None:
         """Nobody has made a step: the state with which this worker has begun is everyone's."""

@@ -11,7 +11,9 @@ of the first partition pairs them: it takes the parts of the state from one, and
 4. If every living worker lacks a state, nobody can have it: those who want one are told. Before the first round
    counts, that of worker 0 does: its first values, or those of the snapshot that the run began with. A worker that has
    said nothing yet may have a state; but one that takes no part in the rounds yet does not have the first one.
-5. Of each worker the newest request counts: a late copy of an offer that was withdrawn pairs nobody.
+5. A loop that all programs leave early (`break`) counts as made to its end. A worker that wants a state in the rest
+   is told so: it takes the state after the loop.
+6. Of each worker the newest request counts: a late copy of an offer that was withdrawn pairs nobody.
 
 Nothing of this is recorded. Another leader begins with nothing: requests that wait follow their partition
 (`kvd.core.worker.moves`), and a transfer that was under way begins again.
@@ -65,6 +67,11 @@ class _Asked:
     made: int
     has_pushed: bool = False  # see WantState
     restored: bool = False  # see WantState
+    left_after: int = NO_STATE  # see OfferState
+
+    def leaves_out(self, made: int) -> bool:
+        """Return whether the program that offers this has left out the rest of a loop with the state `made`."""
+        return self.left_after != NO_STATE and self.left_after <= made < self.made
 
     @property
     def is_first(self) -> bool:
@@ -183,7 +190,9 @@ class Healing:
             self._effects.send(event.peer, Done(message.request))
         else:
             self._lost.pop(rank, None)
-            self._offers[rank] = _Asked(event.sender, event.peer, message.request, message.made)
+            self._offers[rank] = _Asked(
+                event.sender, event.peer, message.request, message.made, left_after=message.left_after
+            )
         self._look()
 
     def want(self, event: Received, message: WantState) -> None:
@@ -283,6 +292,11 @@ class Healing:
             if donors:
                 self._begin(min(donors), [rank for rank, want in wants.items() if want.made == made])
                 return
+        left = [offer for rank, offer in self._offers.items() if self._lives(rank, offer.sender)]
+        for rank, wish in list(wants.items()):
+            if any(offer.leaves_out(wish.made) for offer in left):
+                del wants[rank]
+                self._answer_want(rank, StateGone(wish.request, Gone.LEFT))
         for rank in self._view.ranks_apart():
             want = wants.pop(rank, None)
             if want is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from kvd.core.requests import Control
 from kvd.errors import KvdError, ProtocolError
 from kvd.protocol.messages import (
+    NO_STATE,
     PARTS_AHEAD,
     STATE_PART_BYTES,
     Done,
@@ -50,9 +51,13 @@ class PartRead(NamedTuple):
 Script: TypeAlias = Generator[Begin | Await, Any, Any]
 
 
-def offer_of(made: int, home: int) -> Control:
-    """The offer of the state after so many steps, to the leader of the partition `home`; NO_STATE: of none."""
-    return Control((OfferState(0, made),), partitions=(home,))
+def offer_of(made: int, home: int, left_after: int = NO_STATE) -> Control:
+    """The offer of the state after so many steps, to the leader of the partition `home`; NO_STATE: of none.
+
+    Args:
+        left_after: see `kvd.protocol.messages.OfferState`.
+    """
+    return Control((OfferState(0, made, left_after),), partitions=(home,))
 
 
 def give(told: GiveState, home: int, size: tuple[int, int], read: Callable[[int], PartRead]) -> Script:
