@@ -75,7 +75,7 @@ def _tell_ready(notifier: Notifier, pid: int, program: str) -> None:
 
 
 def _worker_environment(loaded: Loaded) -> dict[str, str]:
-    """The variables of the command: all settings that were given, and those that make it a worker."""
+    """Return the variables of the command: all given settings, and those that make it a worker."""
     config = loaded.config
     own = {
         "KVD_ROLE": "worker",

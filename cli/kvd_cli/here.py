@@ -1,4 +1,4 @@
-"""What this host lacks to run a worker of a cluster: open files, shared memory."""
+"""Checks of this host for running a worker: open files, shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES_PER_SERVER: Final = 8
 
 
 def advice_for_this_host(report: Report) -> list[str]:
-    """A line for each thing that nodes of this cluster would lack if they were started here."""
+    """Return a line for each resource that nodes of this cluster would lack on this host."""
     return [*_files(report), *_shared_memory(report)]
 
 

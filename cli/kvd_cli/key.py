@@ -1,4 +1,4 @@
-"""``kvd key``: the key of a cluster, or of one node: shown, made, and carried to other hosts."""
+"""``kvd key``: show, make and copy the key of a cluster or of one node."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _OUT: Final = click.option(
 def key() -> None:
     """Make, show and copy the key that opens a cluster.
 
-    The first scheduler of a user makes the user's key by itself. Whoever has it may do everything in the cluster.
+    The first scheduler of a user makes the user's key automatically. The key permits everything in the cluster.
     """
 
 
 @key.command()
 @common_options(leave_out=NO_CLUSTER)
 def show() -> None:
-    """Show which key this user's processes have (--keyfile: another one). The secret part is not shown."""
+    """Show the key of this user's processes (--keyfile: another key). The secret part is not shown."""
     with interrupts.nothing_begun():
         from kvd.node.keys.keyring import key_source
 
@@ -100,7 +100,7 @@ def import_(out: Path | None) -> None:
 
 
 def _check_same(path: Path, imported: NodeKey) -> None:
-    """A file that is there already has to contain the same key.
+    """Check that an existing file contains the same key.
 
     Raises:
         ConfigError: it contains another one, or cannot be used.
@@ -119,10 +119,10 @@ def _check_same(path: Path, imported: NodeKey) -> None:
 
 
 def _read_stdin() -> str:
-    """What comes through stdin, if it can be a key file.
+    """Read a key file from stdin.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is no key file.
     """
     from kvd.node.keys.keyfiles import MAX_FILE_BYTES
 
@@ -142,7 +142,7 @@ def _read_stdin() -> str:
 
 
 def _print(path: Path, of: NodeKey) -> None:
-    """Print what may be known of a key."""
+    """Print the public part of a key."""
     parts = {"file": str(path.absolute()), "kind": str(of.kind), "public": of.keypair.public}
     if of.name:
         parts["name"] = of.name

@@ -1,4 +1,4 @@
-"""``kvd keypair``: keys for single nodes, which a list of allowed keys gives their roles."""
+"""``kvd keypair``: keys for single nodes, with roles in a list of allowed keys."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def keypair() -> None:
 @click.option(
     "--role", "roles", type=click.Choice([role.value for role in KeyRole]), multiple=True,
     default=[KeyRole.WORKER.value], show_default=True,
-    help="what the holder may be; can be repeated",
+    help="role of the key; can be repeated",
 )  # fmt: skip
 @click.option(
     "--job", "jobs", metavar="PATTERN", multiple=True,
-    help="which jobs a worker or observer may be part of, such as 'vision-*'; can be repeated  [default: all]",
+    help="jobs that a worker or observer may join, such as 'vision-*'; can be repeated  [default: all]",
 )  # fmt: skip
 @common_options(leave_out=NO_CLUSTER)
 def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ...], jobs: tuple[str, ...]) -> None:
@@ -76,7 +76,7 @@ def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ..
 
 
 def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
-    """The public key of the scheduler; "" for the key of the scheduler itself."""
+    """Return the public key of the scheduler; "" for the key of the scheduler itself."""
     from kvd.node.keys.keyring import key_source
     from kvd.transport.zmq.curve import is_key
 
@@ -91,7 +91,7 @@ def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
 
 
 def _in_file(path: Path) -> str:
-    """The scheduler's public key in a key file, or in a list of allowed keys."""
+    """Return the scheduler's public key from a key file or a list of allowed keys."""
     from kvd.node.keys.allowed_keys import AllowedKeys
     from kvd.node.keys.keyfiles import read_key
 

@@ -1,4 +1,4 @@
-"""What every header begins with, and what is read of it."""
+"""Envelope of every header: the fields before those of the message."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Slot(NamedTuple):
 
 
 class StoredTable(NamedTuple):
-    """What makes a key a table.
+    """Table properties of a stored key.
 
     Attributes:
         spec: as in the spec of the key; its parts are those of one server.
@@ -117,11 +117,11 @@ class StoredKey:
 
     @property
     def elements(self) -> int:
-        """Of the value; of a table, in all its rows."""
+        """Number of elements of the value; for a table, in all its rows."""
         return prod(self.shape) * (1 if self.table is None else self.table.num_rows)
 
     def pieces(self) -> list[tuple[tuple[Piece, ...], str]]:
-        """Those of each of its arrays, and their dtype: what lies in parts of it."""
+        """Pieces of each array, with its dtype, as they lie in parts."""
         ids = [] if self.table is None else [(self.table.ids, "int64")]
         return [*ids, (self.weight, self.dtype), *[(slot.pieces, slot.dtype) for slot in self.state.values()]]
 
@@ -152,7 +152,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a snapshot comes from.
+    """Origin of a snapshot.
 
     Attributes:
         job: the name of the job; "" for a store without a cluster.
@@ -216,7 +216,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
 
         Raises:
             NewerVersion: a later kvd wrote it.
@@ -356,7 +356,7 @@ def _pieces(plain: Any, name: str) -> tuple[Piece, ...]:
 
 
 def _check_pieces(keys: Sequence[StoredKey]) -> None:
-    """Raises ValueError unless each array has as many elements as its key."""
+    """Raise ValueError unless each array has as many elements as its key."""
     for key in keys:
         for slot in key.state.values():
             _check_size(key, slot.pieces, None if key.table else key.elements)

@@ -1,4 +1,4 @@
-"""Writes a snapshot, key by key. At most one part and one key are in memory."""
+"""Writer of snapshots, key by key. At most one part and one key are in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PART_BYTES = 64 << 20  # the values of a part have at most so many bytes
 
 
 def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_from: str = "") -> bool:
-    """Whether this very snapshot is there already: worker 0 may have died after it wrote it.
+    """Return whether this very snapshot exists: worker 0 may have died after writing it.
 
     Args:
         clocks: of each key.
@@ -59,7 +59,7 @@ def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_f
 
 
 class TableContent(NamedTuple):
-    """What makes a key a table, and the ids of its rows, ascending."""
+    """Table properties of a key, and the ids of its rows in ascending order."""
 
     spec: TableSpec
     ids: Array
@@ -93,7 +93,7 @@ class ProgramContent(NamedTuple):
 
 
 def table_content(key: str, spec: KeySpec, stored: StoredRows, clock: int) -> KeyContent:
-    """A table as a key of a snapshot.
+    """Return a table as a key of a snapshot.
 
     Args:
         stored: all its rows, ids ascending.
@@ -146,7 +146,7 @@ class SnapshotWriter:
         table: TableContent | None = None,
         gradients: bool = False,
     ) -> None:
-        """One key. The arrays must not be changed until `finish`.
+        """Write one key. The arrays must not change until `finish`.
 
         Args:
             value: in the shape of the key; of a table its rows, shape (rows, …shape of a row).
@@ -167,7 +167,7 @@ class SnapshotWriter:
         self._keys.append(StoredKey(key, name, shape, clock, updates, weight, slots, merge, stored, gradients))
 
     def add_group(self, contents: Sequence[KeyContent], *, rests: bool) -> None:
-        """Keys in parts of their own.
+        """Write keys into parts of their own.
 
         Args:
             rests: they have probably not changed since they were written into earlier parts. A wrong guess costs time.
@@ -190,7 +190,7 @@ class SnapshotWriter:
         self._end_part()
 
     def finish(self) -> Manifest:
-        """Writes the rest, and gives the folder its name. Returns what is in it."""
+        """Write the rest, give the folder its name, and return its manifest."""
         self._end_part()
         content = Manifest(self._origin, tuple(self._keys), tuple(self._parts), self._program)
         with _said(self._path):
@@ -199,7 +199,7 @@ class SnapshotWriter:
         return content
 
     def abort(self) -> None:
-        """Removes what was written; not after `finish`."""
+        """Remove the written files; not after `finish`."""
         self._folder.discard()
 
     def _end_part(self) -> None:
@@ -208,7 +208,7 @@ class SnapshotWriter:
                 self._write_part()
 
     def _put(self, what: str, key: str, array: Array) -> tuple[Piece, ...]:
-        """Cuts an array into tensors that fit into parts. Their names tell apart any keys."""
+        """Cut an array into tensors that fit into parts, with names that are unique for all keys."""
         if array.nbytes <= self._part_bytes:
             return (self._put_piece(f"{what}|{key}", array, array.size),)
         flat = array.reshape(-1)
@@ -249,7 +249,7 @@ class SnapshotWriter:
 
 @contextmanager
 def _said(path: Path) -> Iterator[None]:
-    """An error of the file system says what it means for the snapshot."""
+    """Convert errors of the file system to SnapshotErrors."""
     try:
         yield
     except OSError as error:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvd.client.facades.blocking import KVStore, backend_of, create, healing_of
-from kvd.errors import NotAllowed
+from kvd.errors import NotAllowed, NotResumed
 from kvd.torch.buckets import Bucket, divide
 from kvd.torch.buffers import ModuleBuffers, mean_of
 from kvd.torch.gradients import GradientHook, GradientPasses, Sparse, uncompiled
@@ -181,7 +181,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def _begin(self) -> None:
         self.check_parameters()
         if self._lacks_state:
-            raise NotAllowed(
+            raise NotResumed(
                 f'worker {self.store.rank} came to a training with where="workers" that is under way, and has other '
                 f"weights than the others: loop over optimizer.steps(total), which gets weights and optimizer state "
                 f"from another worker. Or load both from a checkpoint of your own, the latter with "

@@ -66,6 +66,9 @@ class Arrays:
             self._come_to("serving")
         target[:] = b"".join(array.tobytes() for array in self._arrays)[offset : offset + len(target)]
 
+    def title(self) -> str:
+        return "the arrays"
+
     def weights(self) -> dict[str, Any]:
         return {}
 

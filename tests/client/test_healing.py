@@ -71,6 +71,7 @@ def check(results: Sequence[dict[str, Any]], total: int) -> None:
     assert all(result["made"] == sorted(set(result["made"])) for result in results)
 
 
+@pytest.mark.timeout(PATIENCE_S + 30)
 def test_each_moment_of_death() -> None:
     total = 18
     deaths = [
@@ -106,6 +107,9 @@ class Number:
 
     def read(self, offset: int, target: memoryview) -> None:
         target[:] = self.values.view(np.uint8).data[offset : offset + len(target)]
+
+    def title(self) -> str:
+        return "the number"
 
     def weights(self) -> dict[str, Any]:
         return {}

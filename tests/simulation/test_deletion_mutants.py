@@ -74,7 +74,7 @@ def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
     """A key goes when the first worker deletes it."""
 
     def close(deletions: Deletions, key: str) -> None:
-        deletions._going.add(key)
+        deletions.going.add(key)
         deletions.advance()
 
     patch.setattr(Deletions, "_close", close)

@@ -1,4 +1,5 @@
-"""Whether repeated calls and pushes go by the lanes or not, every message of a run is the same, in the same order."""
+"""Every message of a run is the same, in the same order, whether or not repeated calls go by the lanes, and repeated
+pushes by verdicts that were kept."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import pytest
 
 from kvd.core.machine import Gathered, LocalCall, ServerPeer
 from kvd.core.requests import ListTransfer
-from kvd.core.server.express import ExpressRounds, Round
-from kvd.core.server.lane import PushLane
+from kvd.core.server.groups import FusedGroup
+from kvd.core.server.pending import Pending
+from kvd.core.server.push import Pushes
 from kvd.core.server.rounds import SliceLog
-from kvd.core.server.row_lane import RowLane
+from kvd.core.server.verdicts import Regime, Verdicts
+from kvd.core.server.waiting import Waiters
 from kvd.core.worker.asking import Asker
 from kvd.core.worker.express import Express
 from kvd.core.worker.express_flights import ExpressFlights
@@ -24,6 +27,7 @@ from kvd.core.worker.list_moves import Whole
 from kvd.core.worker.loads import ListLoad
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.steps import StepCounter
+from tests.simulator.absences import LATENESS
 from tests.simulator.campaign import CAMPAIGNS
 from tests.simulator.trace import Trace
 
@@ -54,6 +58,8 @@ NOTICED_BY_ROWS = ("tables, nasty",)
 NOTICED_BY_LISTS = ("mixed, long pauses", "list training")
 NOTICED_BY_REFUSALS = ("refusals, nasty",)  # rarely: a copy of a refused push has to come after the next one
 NOTICED_BY_FLIGHTS = ("in flight",)
+NOTICED_BY_LATENESS = ("late, losses",)  # rarely: what comes late from a worker that the rounds go on without
+ALL = CAMPAIGNS | LATENESS
 SEEDS = 1  # of each in `make test`
 SOAK_SEEDS = 100
 
@@ -61,21 +67,21 @@ SOAK_SEEDS = 100
 class Seen:
     """How often calls went by the lane of a worker, joined others there, those on lists among them, were completed
     there, and left it; how often something else passed by those in flight; the same of the express ways; and how many
-    pushes the lanes of servers took, those of batches, those that were held for their rounds, and those of tables."""
+    pushes servers took by verdicts, those of batches and those of tables."""
 
     def __init__(self) -> None:
         self.begun = self.joined = self.listed = self.left = self.passed = self.express = self.handed_over = 0
         self.flights = self.landed = 0
-        self.taken = self.held = self.rows_taken = 0
+        self.taken = self.rows_taken = 0
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Ticks are left out of the digests: a machine may be woken for the deadline of a call that is over."""
-    seen, begin, give_up, take, record = Seen(), Lane.begin, Lane.give_up, PushLane._take, Trace.record
-    begin_express, hand_over, hold = Express.begin, Express.give_up, PushLane.hold
+    seen, begin, give_up, take, record = Seen(), Lane.begin, Lane.give_up, Pushes.take, Trace.record
+    begin_express, hand_over = Express.begin, Express.give_up
     begin_flight, end_flight = ExpressFlights.begin, ExpressFlights.end
-    take_rows, leaves_alone = RowLane._take_push, Lane.leaves_alone
+    leaves_alone = Lane.leaves_alone
 
     def counting(lane: Lane, event: LocalCall, request: Any, now: float) -> bool:
         begun = begin(lane, event, request, now)
@@ -94,9 +100,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.left += len(flights)
         return flights
 
-    def taking(lane: PushLane, *arguments: Any) -> bool:
-        taken = take(lane, *arguments)
-        seen.taken += taken
+    def taking(pushes: Pushes, group: FusedGroup, *arguments: Any) -> bool:
+        taken = take(pushes, group, *arguments)
+        seen.taken += taken and not group.is_of_table
+        seen.rows_taken += taken and group.is_of_table
         return taken
 
     def counting_express(express: Express, *arguments: Any) -> bool:
@@ -118,16 +125,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.handed_over += 1
         return hand_over(express)
 
-    def holding(lane: PushLane, *arguments: Any) -> Round | None:
-        held = hold(lane, *arguments)
-        seen.held += held is not None
-        return held
-
-    def taking_rows(lane: RowLane, *arguments: Any) -> bool:
-        taken = take_rows(lane, *arguments)
-        seen.rows_taken += taken
-        return taken
-
     def recording(trace: Trace, text: str) -> None:
         if not text.endswith("Tick"):
             record(trace, text)
@@ -135,31 +132,22 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(Lane, "begin", counting)
     monkeypatch.setattr(Lane, "give_up", leaving)
     monkeypatch.setattr(Lane, "leaves_alone", passing)
-    monkeypatch.setattr(PushLane, "_take", taking)
+    monkeypatch.setattr(Pushes, "take", taking)
     monkeypatch.setattr(Express, "begin", counting_express)
     monkeypatch.setattr(Express, "give_up", handing_over)
     monkeypatch.setattr(ExpressFlights, "begin", counting_flights)
     monkeypatch.setattr(ExpressFlights, "end", ending)
-    monkeypatch.setattr(PushLane, "hold", holding)
-    monkeypatch.setattr(RowLane, "_take_push", taking_rows)
     monkeypatch.setattr(Trace, "record", recording)
     return seen
 
 
 def compare(name: str, seed: int) -> None:
-    with_lanes = CAMPAIGNS[name].run(seed).digest()
+    with_lanes = ALL[name].run(seed).digest()
     with pytest.MonkeyPatch.context() as patch:
-        for way, method in (
-            (Lane, "begin"),
-            (Express, "begin"),
-            (ExpressFlights, "begin"),
-            (PushLane, "_take"),
-            (RowLane, "_take_push"),
-            (RowLane, "_take_pull"),
-        ):
-            patch.setattr(way, method, lambda *arguments: False)
-        patch.setattr(PushLane, "hold", lambda *arguments: None)
-        assert CAMPAIGNS[name].run(seed).digest() == with_lanes, f"seed {seed}"
+        for way in (Lane, Express, ExpressFlights):
+            patch.setattr(way, "begin", lambda *arguments: False)
+        patch.setattr(Verdicts, "find", nothing)
+        assert ALL[name].run(seed).digest() == with_lanes, f"seed {seed}"
 
 
 def test_lanes_change_nothing(seen: Seen) -> None:
@@ -176,7 +164,6 @@ def test_lanes_change_nothing(seen: Seen) -> None:
     assert seen.handed_over > 20
     assert seen.express - seen.handed_over > 20
     assert seen.flights > seen.landed > 20
-    assert seen.held > 20
     assert seen.rows_taken > 5
 
 
@@ -206,10 +193,14 @@ def steps_of_one(steps: StepCounter, clock: int, oldest: int) -> Steps:
     return Steps(clock, clock - 1)
 
 
-def stage_at_once(log: SliceLog, contribution: Any, push: Any) -> bool:
-    """Whatever the worker has pushed before."""
-    log.stage(contribution, push)
-    return True
+def some_are_enough(log: SliceLog, clock: int, contributions: Any, required: Any) -> bool:
+    """A round waits for nobody."""
+    return bool(contributions)
+
+
+def wait_for_nothing(waiters: Waiters, pending: Pending, *arguments: Any) -> bool:
+    """The push is open, and nobody answers it."""
+    return waiters.pending.open_new(pending)
 
 
 def stay_together(group: KeyGroup) -> None:
@@ -232,20 +223,20 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "which keys are in flight": lambda patch: patch.setattr(Flights, "has_any_of", nothing),
     "what concerns those in flight": lambda patch: patch.setattr(Lane, "leaves_alone", never),
     "retries that are due": lambda patch: patch.setattr(Lane, "is_due", nothing),
-    "server: what may have changed": lambda patch: patch.setattr(PushLane, "forget", lambda lane: None),
     "server: what is held when something else comes": lambda patch: patch.setattr(
-        ExpressRounds, "materialize", lambda *arguments: None
+        Waiters, "wait_for_round", wait_for_nothing
     ),
-    "server: who has yet to push": lambda patch: patch.setattr(SliceLog, "due", lambda *arguments: set()),
+    "server: who has yet to push": lambda patch: patch.setattr(SliceLog, "_is_complete", some_are_enough),
     "express: what comes before its end": lambda patch: patch.setattr(Lane, "adopt", lambda *arguments: None),
     "clocks": lambda patch: patch.setattr("kvd.core.worker.loads.count_rounds", lambda *arguments: None),
 }
 
 MUTANTS_OF_ROWS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "server: what may have changed for rows": lambda patch: patch.setattr(RowLane, "forget", lambda lane: None),
-    "server: rows that nobody waits for": lambda patch: patch.setattr(
-        "kvd.core.server.pending.PendingTable.may_open", never
-    ),
+    "server: rows that nobody waits for": lambda patch: patch.setattr(Waiters, "joins_open", nothing),
+}
+
+MUTANTS_OF_REGIMES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "server: what may have changed": lambda patch: patch.setattr(Regime, "change", nothing),
 }
 
 MUTANTS_OF_FLIGHTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -253,7 +244,7 @@ MUTANTS_OF_FLIGHTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 MUTANTS_OF_REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "server: what was pushed before": lambda patch: patch.setattr(SliceLog, "stage_next", stage_at_once),
+    "server: what was pushed before": lambda patch: patch.setattr(SliceLog, "is_next", never),
 }
 
 MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -275,12 +266,14 @@ MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         *((name, NOTICED_BY_LISTS, 2) for name in MUTANTS_OF_LISTS),
         *((name, NOTICED_BY_REFUSALS, 30) for name in MUTANTS_OF_REFUSALS),
         *((name, NOTICED_BY_FLIGHTS, 30) for name in MUTANTS_OF_FLIGHTS),
+        *((name, NOTICED_BY_LATENESS, 3) for name in MUTANTS_OF_REGIMES),
     ],
 )
 def test_a_broken_lane_is_noticed(
     name: str, campaigns: Sequence[str], seeds: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (MUTANTS | MUTANTS_OF_ROWS | MUTANTS_OF_LISTS | MUTANTS_OF_REFUSALS | MUTANTS_OF_FLIGHTS)[name](monkeypatch)
+    mutants = MUTANTS | MUTANTS_OF_ROWS | MUTANTS_OF_LISTS | MUTANTS_OF_REFUSALS | MUTANTS_OF_FLIGHTS
+    (mutants | MUTANTS_OF_REGIMES)[name](monkeypatch)
 
     def run_all() -> None:
         for seed in range(seeds):

@@ -1,6 +1,5 @@
-"""The express ways in a simulator: what `kvd.client.cluster.express`, `kvd.client.cluster.express_flights` and
-`kvd.node.shell.server_express` do, with messages in place of frames. The update of a round is a job that takes
-a while."""
+"""The express ways of a worker in a simulator: what `kvd.client.cluster.express` and
+`kvd.client.cluster.express_flights` do, with messages in place of frames."""
 
 from __future__ import annotations
 
@@ -12,26 +11,19 @@ from kvd.core.machine import (
     Copy,
     Effect,
     Event,
-    InRun,
-    JobDone,
     LocalCall,
     Machine,
     Received,
     Row,
     Send,
-    Span,
 )
-from kvd.core.principals import HOLDER
 from kvd.core.requests import Item, Transfer, Versions
-from kvd.core.server.express import Round
-from kvd.core.server.machine import ServerMachine
-from kvd.core.server.router import ServerRouter
 from kvd.core.worker.express import Repeated
 from kvd.core.worker.express_flights import Route
 from kvd.core.worker.machine import WorkerMachine
 from kvd.protocol.codec import encode
-from kvd.protocol.fixed import PUSH_HEAD_NBYTES, PUSH_NBYTES, PushNumbers, numbers_of, push_numbers, put_push
-from kvd.protocol.messages import ADD, Done, PushBatch, Values
+from kvd.protocol.fixed import PUSH_NBYTES, put_push
+from kvd.protocol.messages import ADD, PushBatch, Values
 
 
 class _Trip(NamedTuple):
@@ -59,36 +51,6 @@ class _Worker:
         self.repeated: Repeated | None = None
 
 
-class ServerSteps:
-    """The express way of one run in a server."""
-
-    def __init__(self) -> None:
-        self._rounds: dict[int, Round] = {}  # whose update is under way, by its job
-
-    def step(self, machine: ServerMachine, event: Event, now: float) -> list[Effect] | None:
-        """What the machine does with a push that is held, or with the end of a job that made a round. None: the event
-        is for `machine.step`, as when a heartbeat is due: it goes with the event, as without the express way, where a
-        real server waits for its timer."""
-        if machine.session.is_due(now):
-            return None
-        if isinstance(event, JobDone):
-            round_ = self._rounds.pop(event.job, None)
-            if round_ is None or event.error is not None or not machine.fast.express.end(round_, event.result):
-                return None
-            return _answers(round_, event.result)
-        if not isinstance(event, Received) or not isinstance(event.message, PushBatch) or event.principal is not HOLDER:
-            return None
-        numbers = push_numbers(event.message)
-        if numbers is None or event.payload is None:
-            return None
-        _check_header(machine, event.message, numbers)
-        round_ = machine.fast.lane.hold(event.peer, event.sender, numbers, event.payload, event.nbytes, None)
-        if round_ is None or round_.update is None:
-            return None if round_ is None else []
-        self._rounds[round_.update.job] = round_
-        return [round_.update]
-
-
 class ExpressSteps:
     """Steps machines.
 
@@ -101,7 +63,6 @@ class ExpressSteps:
         self._every = every
         self._waits = waits
         self._workers: WeakKeyDictionary[WorkerMachine, _Worker] = WeakKeyDictionary()
-        self._servers: WeakKeyDictionary[ServerMachine, ServerSteps] = WeakKeyDictionary()
 
     def step(self, machine: Machine, event: Event, now: float) -> list[Effect]:
         """As `machine.step`."""
@@ -112,11 +73,6 @@ class ExpressSteps:
                 effects = self._begin(machine, worker, event, now) or self._begin_flight(machine, worker, event, now)
             elif isinstance(event, Received) and isinstance(event.message, Values):
                 effects = self._end(machine, worker, event, now) or self._end_flight(machine, event, now)
-        elif isinstance(machine, ServerRouter) and isinstance(event, Received | JobDone):
-            of_run = machine.machine_of(event.run)
-            if of_run is not None:
-                own: Any = self._servers.setdefault(of_run, ServerSteps()).step(of_run, event, now)
-                effects = own and [InRun(event.run, of_run.epoch, own)]
         return machine.step(event, now) if effects is None else effects
 
     def _begin(self, machine: WorkerMachine, worker: _Worker, event: LocalCall, now: float) -> list[Effect] | None:
@@ -193,23 +149,6 @@ class ExpressSteps:
         version, request = message.versions[0], trip.event.request
         copy = Copy(event.payload, (request.items[0].target,), trip.rows)
         return [copy, Complete(trip.event.call, [Versions(version, version)])]
-
-
-def _answers(round_: Round, value: Any) -> list[Effect]:
-    """To those whose pushes the round has."""
-    version, nbytes = round_.group.log.version, round_.group.nbytes
-    return [
-        Send(push.peer, Values(push.numbers.request, (version,)), (Span(value, 0, nbytes),))
-        if push.numbers.pull
-        else Send(push.peer, Done(push.numbers.request))
-        for push in round_.held.values()
-    ]
-
-
-def _check_header(machine: ServerMachine, push: PushBatch, numbers: PushNumbers) -> None:
-    """What the shell reads out of the header is what the message says."""
-    header = encode(push, machine.incarnation, machine.epoch, machine.run)
-    assert numbers_of(header[PUSH_HEAD_NBYTES:]) == numbers, f"other numbers in the header of {push}"
 
 
 def _is_plain(transfer: Transfer) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional
 import kvd
 import kvd.torch as kt
 from kvd.client.cluster.preparing import Preparation
-from kvd.errors import NotAllowed
+from kvd.errors import NotAllowed, NotResumed
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.testing.cluster import LocalCluster
 
@@ -169,7 +169,7 @@ def test_snapshots_that_a_program_takes(tmp_path: Path) -> None:
         steps = kv.restore(tmp_path / folder)
         assert steps is not None
         training = Training(kv, 2)
-        with pytest.raises(NotAllowed, match=r"under way.*optimizer\.steps"):
+        with pytest.raises(NotResumed, match=r"under way.*optimizer\.steps"):
             training.model(torch.ones(4, 6)).square().mean().backward()
         training.optimizer.zero_grad()
         with pytest.raises(NotAllowed, match="not loaded before the first step"):
@@ -231,6 +231,6 @@ def test_a_worker_that_joins_without_the_loop_does_not_train_on_gradients() -> N
         first = Training(cluster.store(), 1)
         first.run()
         joined = Training(cluster.lone_store(), 2)
-        with pytest.raises(NotAllowed, match=r"worker 1 came to .* under way.*optimizer\.steps"):
+        with pytest.raises(NotResumed, match=r"worker 1 came to .* under way.*optimizer\.steps"):
             joined.model(torch.ones(4, 6)).square().mean().backward()
         first.kv.__exit__(RuntimeError, None, None)

@@ -31,6 +31,9 @@ class StateHolder(Protocol):
     """What a program has in its memory of all steps so far, as bytes. All methods are called on the program's thread,
     while it waits in the store."""
 
+    def title(self) -> str:
+        """Return what the state belongs to, for messages."""
+
     def layout(self) -> bytes:
         """Describe the parts of the state, so that `begin_write` of another worker can check and make them."""
 
@@ -118,8 +121,10 @@ class Healing:
         """
         if self._holder is not None and self._holder is not holder:
             raise NotAllowed(
-                "this store passes on the state of one optimizer, and has one: wrap one optimizer per store, with all "
-                "parameters in its groups"
+                f"this store passes on the state of one optimizer, which is {self._holder.title()}, and "
+                f"{holder.title()} asks for it as well: give one optimizer the parameters of both, in groups of their "
+                f"own. A program whose optimizers take turns within a step, as those of a GAN do, loops over "
+                f"store.steps(total), and loads a checkpoint when a worker is restarted"
             )
         self._holder = holder
 

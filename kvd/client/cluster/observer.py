@@ -116,6 +116,11 @@ class Observer:
     def close(self) -> None:
         self._engine.stop()
 
+    @property
+    def run(self) -> str:
+        """The run that it looks at, as `jobs` names it; "0" if there was none when it came."""
+        return f"{self._engine.session.run:x}"
+
     def status(self, servers_within_s: float | None = None) -> dict[str, Any]:
         """The scheduler's status of the cluster; under "servers", the status of each server that is alive.
 

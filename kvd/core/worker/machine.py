@@ -99,7 +99,7 @@ class WorkerMachine:
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
         servers, pushes = Servers(view), OpenPushes(calls, self._wake)
-        steps = StepCounter(pushes)
+        self._steps = steps = StepCounter(pushes)
         keys = KeyTable()
         asker = Asker(view, servers, outbox, calls)
         left = Predecessor()
@@ -334,10 +334,21 @@ class WorkerMachine:
             "role": self.session.identity.role,
             "rank": self.session.rank,
             "view": list(self.epoch),
+            "step": self._steps.newest,
             "calls_open": len(self._calls) + in_lane,
             "requests_open": len(self._outbox) + in_lane,
             "clocks": self._clocks.explain(),
         }
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step in which this worker has pushed; 0 before the first. Any thread may ask."""
+        return self._steps.newest
+
+    @property
+    def open_calls(self) -> int:
+        """The number of calls that have not ended. Any thread may ask."""
+        return len(self._calls) + len(self._lane) + (self.express.in_flight is not None)
 
     def unreached_servers(self) -> list[Member]:
         """The active servers that this worker has not reached yet."""

@@ -40,7 +40,7 @@ from kvd.node.jobs.runner import JobRunner
 from kvd.node.keys.keyring import Keyring
 from kvd.node.shell.counters import Counters
 from kvd.node.shell.driver import Driver
-from kvd.node.shell.server_express import ServerExpress
+from kvd.node.shell.push_frames import SmallPushes
 from kvd.observe.log import event
 from kvd.protocol.messages import NO_RANK, Departure, Settings
 from kvd.transport.finding import Finding
@@ -138,9 +138,7 @@ class ServerRole:
             "" if self._curve is None else self._curve.announced,
         )
         self._session = SchedulerSession(identity, self._wanted(), config.scheduler, config.heartbeat_interval_s)
-        settings = ServerSettings(
-            config.memory_bound_bytes(), config.on_worker_loss == "fail", lanes=config.lanes == "auto"
-        )
+        settings = ServerSettings(config.memory_bound_bytes(), config.on_worker_loss == "fail")
         event(logger, logging.INFO, f"server at {address}; joining the scheduler at {config.scheduler}")
         transport.listen_links(identity.incarnation)
         counters = Counters()
@@ -157,16 +155,18 @@ class ServerRole:
             holding=transport.holding,
         )
         driver = self._driver
-        express = ServerExpress(
+        pushes = SmallPushes(
             machine,
             transport,
             driver.stepper,
             driver.sender,
             driver.background.runner,
+            driver.carry_out,
             driver.receiver.receive,
             counters,
         )
-        driver.receiver.take_push = express.take
+        driver.receiver.take_push = pushes.take
+        driver.receiver.take_pull = pushes.take_pull
         return self._driver
 
     def _wanted(self) -> Settings:

@@ -7,10 +7,8 @@ The table below says what each one counts.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any, Final
-
-from kvd.protocol.messages import PushBatch, Values
 
 TIMED_OF: Final = 16
 """One update in so many is timed: a clock costs as much as the rest of the counting."""
@@ -22,13 +20,10 @@ class Counters:
     """Totals of one process.
 
     Attributes:
-        received: messages by their class, except pushes that are held.
+        received: messages by their class.
         received_bytes: bytes of their payloads.
-        sent: messages by their class, except answers to pushes that are held.
+        sent: messages by their class.
         sent_bytes: bytes of their payloads.
-        held: pushes of the express way of a server, by the bytes of their value.
-        unpulled: those of them that are not answered with the value there. An answer that leaves the general way after
-            all counts twice.
         refused: refusals sent, by error code.
         postponed: answers "not yet" sent, by reason.
         invalid_frames: frames that were no messages.
@@ -37,7 +32,6 @@ class Counters:
     """
 
     __slots__ = (
-        "held",
         "invalid_frames",
         "postponed",
         "received",
@@ -46,7 +40,6 @@ class Counters:
         "sent",
         "sent_bytes",
         "timed_update_s",
-        "unpulled",
         "updates",
     )
 
@@ -55,8 +48,6 @@ class Counters:
         self.received_bytes = 0
         self.sent: defaultdict[type[Any], int] = defaultdict(int)
         self.sent_bytes = 0
-        self.held: defaultdict[int, int] = defaultdict(int)
-        self.unpulled: defaultdict[int, int] = defaultdict(int)
         self.refused: defaultdict[str, int] = defaultdict(int)
         self.postponed: defaultdict[str, int] = defaultdict(int)
         self.invalid_frames = 0
@@ -64,19 +55,15 @@ class Counters:
         self.timed_update_s = 0.0
 
     def report(self) -> dict[str, object]:
-        """Return the totals as plain data; messages by names such as ``push_batch``, held pushes included.
+        """Return the totals as plain data; messages by names such as ``push_batch``.
 
         `update_s` is an estimate from the updates that were timed.
         """
-        received, sent = Counter(self.received), Counter(self.sent)
-        received[PushBatch] += sum(self.held.values())
-        answered = {nbytes: held - self.unpulled.get(nbytes, 0) for nbytes, held in self.held.items()}
-        sent[Values] += sum(answered.values())
         return {
-            "received": {kind_name(kind): count for kind, count in received.items() if count},
-            "received_bytes": self.received_bytes + sum(nbytes * held for nbytes, held in self.held.items()),
-            "sent": {kind_name(kind): count for kind, count in sent.items() if count},
-            "sent_bytes": self.sent_bytes + sum(nbytes * count for nbytes, count in answered.items()),
+            "received": {kind_name(kind): count for kind, count in self.received.items()},
+            "received_bytes": self.received_bytes,
+            "sent": {kind_name(kind): count for kind, count in self.sent.items()},
+            "sent_bytes": self.sent_bytes,
             "refused": dict(self.refused),
             "postponed": dict(self.postponed),
             "invalid_frames": self.invalid_frames,

@@ -136,7 +136,7 @@ class Driver:
     def _table_of_actions(self) -> dict[type[Any], Callable[[Any], None]]:
         """Which part carries out which effect."""
         return {
-            InRun: self._in_run,
+            InRun: self.carry_out,
             Send: self.sender.send_own,
             Connect: self._connect,
             Disconnect: lambda effect: self._transport.disconnect(effect.peer),
@@ -151,8 +151,8 @@ class Driver:
             LogEntry: _log,
         }
 
-    def _in_run(self, batch: InRun) -> None:
-        """What a scheduler or server does for one of its runs."""
+    def carry_out(self, batch: InRun) -> None:
+        """Carry out the effects of a scheduler or server for one of its runs."""
         run, epoch, effects = batch
         for effect in effects:
             try:

@@ -17,11 +17,12 @@ from kvd.observe.log import Throttle, event
 from kvd.protocol.codec import decode
 from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import PUSH_NBYTES, read_push
-from kvd.protocol.messages import ErrorCode, PushBatch, Refused
+from kvd.protocol.messages import ErrorCode, PullBatch, PushBatch, Refused
 
 LOG_INTERVAL_S = 10.0
 
 TakePush: TypeAlias = Callable[[Peer, bytes, Decoded, memoryview, Principal], bool]
+TakePull: TypeAlias = Callable[[Peer, Decoded, Principal], bool]
 
 logger = logging.getLogger("kvd.node")
 
@@ -31,8 +32,9 @@ class MessageReceiver:
     `kvd.node.shell.threads`).
 
     Attributes:
-        take_push: takes a push with a payload that may be held for its round: its peer, header, decoded header, payload
-            and principal; or returns False. None: they are messages like any other.
+        take_push: takes a push with a payload: its peer, header, decoded header, payload and principal; or returns
+            False. None: they are messages like any other.
+        take_pull: the same for pulls of batches.
     """
 
     def __init__(self, stepper: Stepper, sender: MessageSender, counters: Counters) -> None:
@@ -43,6 +45,7 @@ class MessageReceiver:
         self._counters = counters
         self._throttle = Throttle(LOG_INTERVAL_S)
         self.take_push: TakePush | None = None
+        self.take_pull: TakePull | None = None
 
     def receive(self, peer: Peer, header: bytes, payload: memoryview | None, principal: Principal = HOLDER) -> None:
         """Gives the machine one message. `payload` keeps its memory alive and is not written to."""
@@ -61,6 +64,8 @@ class MessageReceiver:
         if type(message) is PushBatch and payload is not None:
             if self.take_push is None or not self.take_push(peer, header, decoded, payload, principal):
                 self._stepper.feed(Received(peer, sender, epoch, message, payload, len(payload), run, principal))
+            return
+        if type(message) is PullBatch and self.take_pull is not None and self.take_pull(peer, decoded, principal):
             return
         values, nbytes, fault = arrived(message, payload)
         self._stepper.feed(Received(peer, sender, epoch, message, values, nbytes, run, principal, fault))

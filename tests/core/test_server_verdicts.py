@@ -1,4 +1,5 @@
-"""The server's lane: what it takes, and that every push is answered and counted as without it."""
+"""Kept verdicts on pushes of batches: which pushes they admit, and that every push is answered and counted as if each
+were admitted anew."""
 
 from __future__ import annotations
 
@@ -9,26 +10,32 @@ import pytest
 
 from kvd.core.machine import Effect, LinkPeer, Received, Send, Tick
 from kvd.core.principals import KeyRole, Principal
-from kvd.core.server import pending
-from kvd.core.server.express import Round
-from kvd.core.server.lane import MAX_REMEMBERED, PushLane
+from kvd.core.server import batches, pending
+from kvd.core.server.batches import BatchTable
+from kvd.core.server.groups import FusedGroup
+from kvd.core.server.keys import KeyTable
+from kvd.core.server.push import Pushes
+from kvd.core.server.verdicts import MAX_VERDICTS, Regime, Verdicts
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import (
+    ANY_CLOCK,
     ASSIGN,
     Attach,
     Capture,
     CaptureDone,
     CaptureWhen,
     Epoch,
+    HeartbeatAck,
     PathKind,
+    PullBatch,
     PushBatch,
     ReadSlices,
     SetOptimizer,
     SliceId,
 )
-from tests.core.fakes import NodePeer, cluster, member, of, padded_bytes, said, worker_id
-from tests.core.server_harness import Harness, together
+from tests.core.fakes import NodePeer, cluster, from_scheduler, member, of, padded_bytes, said, worker_id
+from tests.core.server_harness import Harness, kinds, together
 
 KEYS = ("a", "b")
 BYTES = [b"\1", b"\2"]
@@ -36,16 +43,16 @@ BYTES = [b"\1", b"\2"]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The request numbers of the pushes that lanes took."""
+    """The request numbers of the pushes that were taken by a kept verdict."""
     taken: list[int] = []
-    take = PushLane._take
+    take = Pushes.take
 
-    def noting(lane: PushLane, usual: Any, event: Received, push: PushBatch) -> bool:
-        is_taken = take(lane, usual, event, push)
+    def noting(pushes: Pushes, group: Any, verdict: Any, sender: int, push: Any, *more: Any) -> bool:
+        is_taken = take(pushes, group, verdict, sender, push, *more)
         taken.extend([push.request] if is_taken else [])
         return is_taken
 
-    monkeypatch.setattr(PushLane, "_take", noting)
+    monkeypatch.setattr(Pushes, "take", noting)
     return taken
 
 
@@ -60,7 +67,7 @@ def push(run: Harness, rank: int, clock: int, **more: Any) -> list[Effect]:
 # ── what it takes ──
 
 
-def test_from_the_second_round_on_pushes_go_by_the_lane(taken: list[int]) -> None:
+def test_from_the_second_round_on_pushes_are_taken_by_a_verdict(taken: list[int]) -> None:
     run = together(*KEYS, small=1 << 10)
     for clock in (2, 3, 4):
         assert push(run, 0, clock, pull=True) == []
@@ -77,30 +84,74 @@ def test_a_large_push_is_told_that_it_is_staged(taken: list[int]) -> None:
     assert taken == [50, 51]
 
 
-def test_asynchronous_pushes_go_the_general_way(taken: list[int]) -> None:
+def test_no_verdict_on_asynchronous_pushes_is_kept(taken: list[int]) -> None:
     run = together(*KEYS, settings=cluster()._replace(mode="async"))
     push(run, 0, 2)
     push(run, 0, 3)
     assert taken == []
 
 
-def test_turned_off_it_takes_nothing(taken: list[int]) -> None:
-    run = together(*KEYS, lanes=False)
-    push(run, 0, 2)
+def test_two_rounds_ahead_are_taken_by_a_verdict(taken: list[int]) -> None:
+    run = together(*KEYS, small=1 << 10)
+    assert push(run, 0, 2, request=50) == push(run, 0, 3, request=51) == []
+    assert len(said(push(run, 1, 2, request=52))) == len(said(push(run, 1, 3, request=53))) == 2
+    assert taken == [50, 51, 52, 53]
+
+
+def test_a_heartbeat_changes_no_regime_and_a_view_does(taken: list[int]) -> None:
+    run = together(*KEYS)
+    run.step(from_scheduler(HeartbeatAck(()), (1, run.epoch)))
+    push(run, 0, 2, request=50)
+    run.look()
+    push(run, 1, 2, request=51)
+    assert taken == [50]
+
+
+def a_group(run: Harness) -> tuple[FusedGroup, Regime, set[int], Verdicts]:
+    """The group of both keys, and verdicts on pushes to it."""
+    regime, leaving = Regime(), set[int]()
+    return run.machine.table.slices["a", 0].group, regime, leaving, Verdicts(regime, KeyTable(), BatchTable(), leaving)
+
+
+def test_the_number_of_verdicts_has_a_limit() -> None:
+    group, _, _, verdicts = a_group(together(*KEYS))
+    for sender in range(1, 2 * MAX_VERDICTS):
+        verdicts.keep(group, sender, a_peer(7), 0)
+        assert len(group.verdicts) <= MAX_VERDICTS
+
+
+def test_a_verdict_is_about_one_connection_one_regime_and_one_optimizer() -> None:
+    group, regime, leaving, verdicts = a_group(together(*KEYS))
+
+    def found(sender: int = 7, peer: int = 7) -> bool:
+        return verdicts.find(a_peer(peer), sender, 0, group) is not None
+
+    assert not found()
+    verdicts.keep(group, 7, a_peer(7), 0)
+    assert found()
+    assert not found(peer=8)
+    assert not found(sender=8)
+    leaving.add(group.partition)
+    assert not found()
+    leaving.clear()
+    assert found()
+    regime.change()
+    assert not found()
+    verdicts.keep(group, 7, a_peer(7), 0)
+    assert found()
+    group.renew(SGD(1.0), 1)
+    assert not found()
+
+
+def test_a_batch_that_is_forgotten_takes_its_verdict_along(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+    monkeypatch.setattr(batches, "MAX_SLICE_IDS", 3)
+    run = together(*KEYS)
+    run.declare(0, 2, *KEYS)
+    assert kinds(push(run, 0, 2)) == ["NotYet"]
     assert taken == []
 
 
-def test_what_is_remembered_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = together(*KEYS)
-    handler: Any = run.machine._handlers[PushBatch]
-    lane: PushLane = handler.__self__
-    one = next(iter(lane._usual.values()))
-    lane._usual.update({(7, number): one for number in range(MAX_REMEMBERED)})
-    push(run, 0, 2, how=ASSIGN)  # by the general way
-    assert len(lane._usual) < MAX_REMEMBERED
-
-
-# ── with the lane and without ──
+# ── with verdicts and without ──
 
 
 def probe(run: Harness) -> Any:
@@ -272,6 +323,31 @@ def too_many_wait(run: Harness) -> Any:
     return [push(run, 0, 3), push(run, 0, 4), push(run, 1, 3)]
 
 
+def pulls_of_versions(run: Harness) -> Any:
+    """The newest one, the one before, one that is not kept, any, and one that is to come."""
+    asked = [[run.pull_batch(rank, clock) for rank in range(2)] for clock in (2, 1, 0, ANY_CLOCK, 3)]
+    return [asked, push(run, 0, 3), push(run, 1, 3)]
+
+
+def a_pull_repeated(run: Harness) -> Any:
+    """It waits, and is asked again, also over another connection; and once more when it was answered."""
+
+    def ask(**where: Any) -> list[Effect]:
+        return run.say(0, PullBatch(60, 1, 3), **where)
+
+    return [ask(), ask(), ask(peer=a_peer(77)), push(run, 0, 3), push(run, 1, 3), ask()]
+
+
+def a_pull_under_the_number_of_a_push(run: Harness) -> Any:
+    return [push(run, 0, 3, request=60), run.say(0, PullBatch(60, 1, 2)), push(run, 1, 3)]
+
+
+def pulls_that_wait_for_the_dead(run: Harness) -> Any:
+    lost = run.look(member("worker", 1, "dead", last_seen_s=3.0))
+    pushed = push(run, 0, 3)
+    return [lost, pushed, push(run, 0, 4), run.pull_batch(0, 3), run.pull_batch(0, 2)]
+
+
 ODD: list[Callable[[Harness], Any]] = [
     probe,
     broadcast,
@@ -299,46 +375,49 @@ ODD: list[Callable[[Harness], Any]] = [
     a_reader_waits_for_a_step,
     captured,
     the_update_fails,
+    pulls_of_versions,
+    a_pull_repeated,
+    a_pull_under_the_number_of_a_push,
+    pulls_that_wait_for_the_dead,
 ]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
 @pytest.mark.parametrize("small", [-1, 1 << 10])
-def test_what_is_odd_goes_as_without_the_lane(odd: Callable[[Harness], Any], small: int, taken: list[int]) -> None:
-    by_lanes = [both(odd, small=small, lanes=lanes) for lanes in (True, False)]
-    assert by_lanes[0] == by_lanes[1]
+def test_what_is_odd_goes_as_without_a_verdict(odd: Callable[[Harness], Any], small: int, taken: list[int]) -> None:
+    with_verdicts = both(odd, small=small)
     assert len(taken) >= 2  # those of the second round
+    del taken[:]
+    assert with_verdicts == both(odd, small=small, keeps_verdicts=False)
+    assert taken == []
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
-def test_what_is_odd_goes_as_without_the_express_way(
-    odd: Callable[[Harness], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[Round | None] = []
-    hold = PushLane.hold
+def test_what_is_odd_goes_as_without_a_verdict_if_pushes_come_as_frames(odd: Callable[[Harness], Any]) -> None:
+    assert both(odd, small=1 << 10, by_frames=True) == both(odd, small=1 << 10, keeps_verdicts=False)
 
-    def noting(lane: PushLane, *arguments: Any) -> Round | None:
-        held.append(hold(lane, *arguments))
-        return held[-1]
 
-    monkeypatch.setattr(PushLane, "hold", noting)
-    by_express = both(odd, small=1 << 10, express=True)
-    assert len(held) - held.count(None) >= 2  # those of the second round
-    assert by_express == both(odd, small=1 << 10, lanes=False)
+def test_pushes_that_come_as_frames_take_no_step() -> None:
+    run = together(*KEYS, small=1 << 10, by_frames=True)
+    for clock in (2, 3, 4):
+        assert push(run, 0, clock, pull=True) == []
+        assert {message.versions for message in said(push(run, 1, clock, pull=True))} == {(clock,)}
+        assert kinds(run.pull_batch(0, clock)) == ["Values"]
+        assert run.pull_batch(1, clock + 1) == []
+    assert (run.pushed, run.pulled) == (6, 6)
 
 
 def both(odd: Callable[[Harness], Any], **how: Any) -> Any:
-    """What a server does that has served a second round by the lane, if it has one; and the values at the end."""
+    """What a server does that has served a second round, by verdicts if it keeps them; and the values at the end."""
     run = together(*KEYS, **how)
     served = [push(run, rank, 2) for rank in range(2)]
     answered = odd(run)
-    run.step(Tick())  # nothing is held any more
     return [served, answered, [run.value(key) for key in KEYS], run.explain()]
 
 
-def test_a_number_that_is_used_twice_is_held_once() -> None:
+def test_a_number_that_is_used_twice_waits_once() -> None:
     """No worker of ours does it: one request for the pushes of two batches."""
-    run = together(*KEYS, small=1 << 10, express=True)
+    run = together(*KEYS, small=1 << 10)
     for rank in range(2):
         push(run, rank, 2)
     for key in ("c", "d"):
@@ -352,11 +431,9 @@ def test_a_number_that_is_used_twice_is_held_once() -> None:
     for batch, clock in ((1, 3), (2, 3)):
         for rank in range(2):
             run.push_batch(rank, clock, *BYTES, batch=batch, request=1000)
-    run.step(Tick())
-    run.machine.validate()
     while run.jobs:
         run.finish(run.jobs[0])
-    assert len(run.machine._waiters.pending) == 0
+    assert run.explain()["requests_waiting"] == 0
 
 
 @pytest.mark.parametrize("quorum", [1, 2])
@@ -368,13 +445,13 @@ def test_a_round_that_has_its_quorum_waits_for_a_moment(quorum: int) -> None:
         for run.now in (5.0, 10.0):  # it looks, and the round was complete
             run.step(Tick())
         pushed += [push(run, rank, 3) for rank in range(2)]
-        return pushed, run.machine._pushes.late.next_deadline()
+        return pushed, run.machine.next_deadline()
 
-    answers = [both(some_come, settings=settings, workers=3, lanes=lanes) for lanes in (True, False)]
+    answers = [both(some_come, settings=settings, workers=3, keeps_verdicts=keeps) for keeps in (True, False)]
     assert answers[0] == answers[1]
 
 
 def test_a_peer_with_too_many_open_requests_is_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "MAX_PENDING", 0)
-    answers = [both(too_many_wait, lanes=lanes) for lanes in (True, False)]
+    answers = [both(too_many_wait, keeps_verdicts=keeps) for keeps in (True, False)]
     assert answers[0] == answers[1]

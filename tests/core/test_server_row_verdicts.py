@@ -1,4 +1,5 @@
-"""The server's lane of tables: what it takes, and that all is answered and counted as without it."""
+"""Kept verdicts on pushes of rows: which pushes they admit, and that all is answered and counted as if each push were
+admitted anew."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvd.core.machine import Effect, LinkPeer, Received
 from kvd.core.principals import KeyRole, Principal
-from kvd.core.server.row_lane import MAX_REMEMBERED, RowLane
+from kvd.core.server.push import Pushes
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import (
@@ -40,20 +41,16 @@ SOME = range(3)
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The request numbers of the messages that lanes took."""
+    """The request numbers of the pushes that were taken by a kept verdict."""
     taken: list[int] = []
-    takes: dict[str, Any] = {name: getattr(RowLane, name) for name in ("_take_push", "_take_pull")}
+    take = Pushes.take
 
-    def noting(name: str) -> Callable[..., bool]:
-        def take(lane: RowLane, usual: Any, event: Received, message: Any) -> bool:
-            is_taken = bool(takes[name](lane, usual, event, message))
-            taken.extend([message.request] if is_taken else [])
-            return is_taken
+    def noting(pushes: Pushes, group: Any, verdict: Any, sender: int, push: Any, *more: Any) -> bool:
+        is_taken = take(pushes, group, verdict, sender, push, *more)
+        taken.extend([push.request] if is_taken else [])
+        return is_taken
 
-        return take
-
-    for name in takes:
-        monkeypatch.setattr(RowLane, name, noting(name))
+    monkeypatch.setattr(Pushes, "take", noting)
     return taken
 
 
@@ -77,14 +74,14 @@ def a_step(run: Harness, clock: int) -> list[list[Effect]]:
 # ── what it takes ──
 
 
-def test_from_the_second_step_on_pushes_go_by_the_lane(taken: list[int]) -> None:
+def test_from_the_second_step_on_pushes_are_taken_by_a_verdict(taken: list[int]) -> None:
     run = with_two_tables(small=1 << 10)
     for clock in (1, 2, 3):
         assert push(run, 0, clock) == []
         assert pull_rows(run, 0, clock, [1, 2], request=100 + clock) == []
         assert kinds(push(run, 1, clock)) == ["Done", "Done", "Values"]
     assert kinds(pull_rows(run, 1, 3, [1])) == ["Values"]
-    assert len(taken) == 8  # the pulls, and the pushes of two steps
+    assert len(taken) == 4  # of two steps
     assert [len(job.contributions) for job in run.applied] == [2, 2, 2]
 
 
@@ -105,27 +102,14 @@ def test_tables_in_turn_are_remembered_both(taken: list[int]) -> None:
     assert len(taken) == 4
 
 
-@pytest.mark.parametrize("how", [{"settings": cluster(2)._replace(mode="async")}, {"lanes": False}])
-def test_what_goes_the_general_way(how: dict[str, Any], taken: list[int]) -> None:
-    run = with_two_tables(**how)
+def test_no_verdict_on_asynchronous_pushes_is_kept(taken: list[int]) -> None:
+    run = with_two_tables(settings=cluster(2)._replace(mode="async"))
     push(run, 0, 1)
     push(run, 0, 2)
-    pull_rows(run, 0, 2, [1])
     assert taken == []
 
 
-def test_what_is_remembered_has_a_limit() -> None:
-    run = with_two_tables()
-    push(run, 0, 1)
-    handler: Any = run.machine._handlers[Push]
-    lane: RowLane = handler.__self__
-    one = next(iter(lane._usual.values()))
-    lane._usual.update({(7, "t", number): one for number in range(MAX_REMEMBERED)})
-    push(run, 1, 1)
-    assert len(lane._usual) < MAX_REMEMBERED
-
-
-# ── with the lane and without ──
+# ── with verdicts and without ──
 
 
 def a_peer(number: int) -> Any:
@@ -342,10 +326,12 @@ ODD: list[Callable[[Harness], Any]] = [
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
 @pytest.mark.parametrize("small", [-1, 1 << 10])
-def test_what_is_odd_goes_as_without_the_lane(odd: Callable[[Harness], Any], small: int, taken: list[int]) -> None:
-    by_lanes = [both(odd, small=small, lanes=lanes) for lanes in (True, False)]
-    assert by_lanes[0] == by_lanes[1]
+def test_what_is_odd_goes_as_without_a_verdict(odd: Callable[[Harness], Any], small: int, taken: list[int]) -> None:
+    with_verdicts = both(odd, small=small)
     assert len(taken) >= 2  # those of the second step
+    del taken[:]
+    assert with_verdicts == both(odd, small=small, keeps_verdicts=False)
+    assert taken == []
 
 
 @pytest.mark.parametrize("quorum", [1, 2])
@@ -354,12 +340,12 @@ def test_a_round_that_has_its_quorum_waits_for_a_moment(quorum: int) -> None:
         return [push(run, 2, 3), push(run, 0, 3), push(run, 1, 3)]
 
     settings = cluster(3, quorum=quorum, quorum_grace_s=0.5)
-    by_lanes = [both(some_come, settings=settings, workers=3, lanes=lanes) for lanes in (True, False)]
-    assert by_lanes[0] == by_lanes[1]
+    answers = [both(some_come, settings=settings, workers=3, keeps_verdicts=keeps) for keeps in (True, False)]
+    assert answers[0] == answers[1]
 
 
 def both(odd: Callable[[Harness], Any], **how: Any) -> Any:
-    """What a server does that has served a second step by the lane, if it has one; and the version at the end."""
+    """What a server does that has served a second step, by verdicts if it keeps them; and the version at the end."""
     run = with_two_tables(**how)
     served = [a_step(run, clock) for clock in (1, 2)]
     found = odd(run)

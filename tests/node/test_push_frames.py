@@ -1,4 +1,4 @@
-"""The express way of a server: what becomes of small pushes when something goes another way than usual."""
+"""Small pushes that a server takes as frames, and what becomes of them when something goes another way than usual."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvd
-from kvd.core.machine import JobDone, LinkPeer
-from kvd.core.server.express import ExpressRounds
-from kvd.core.server.lane import PushLane
+from kvd.core.machine import JobDone, LinkPeer, Span
+from kvd.core.server.machine import ServerMachine
 from kvd.node.jobs.runner import JobRunner
-from kvd.node.shell.server_express import MOST_WAITING, RepeatedPushes
+from kvd.node.shell.push_frames import MOST_WAITING, PushFrames, SmallPushes
 from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import PUSH_NBYTES, values_header
 from kvd.protocol.messages import ADD, Epoch, PushBatch
@@ -55,22 +55,32 @@ def in_flight(store: kvd.KVStore) -> None:
             assert (out == 2 * step + 1).all()
 
 
+def push_then_pull(store: kvd.KVStore) -> None:
+    """As programs for MXNet do."""
+    store.init("w", np.zeros(5, np.float32))
+    out = np.empty(5, np.float32)
+    for step in range(STEPS):
+        store.push("w", np.full(5, step + store.rank, np.float32))
+        store.pull("w", out)
+        assert (out == 2 * step + 1).all()
+
+
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The frames that were taken as such."""
     taken: list[bytes] = []
-    take_all = RepeatedPushes.take_all
+    take_all = SmallPushes.take_all
 
-    def noting(pushes: RepeatedPushes, rests: list[bytes]) -> None:
+    def noting(pushes: SmallPushes, frames: PushFrames, rests: list[bytes]) -> None:
         taken.extend(rests)
-        take_all(pushes, rests)
+        take_all(pushes, frames, rests)
 
-    monkeypatch.setattr(RepeatedPushes, "take_all", noting)
+    monkeypatch.setattr(SmallPushes, "take_all", noting)
     return taken
 
 
 def run(program: Callable[[kvd.KVStore], Any], **settings: Any) -> Sequence[Any]:
-    with LocalCluster(2, 1, lanes="auto", **settings) as cluster:
+    with LocalCluster(2, settings.get("replicas", 1), lanes="auto", **settings) as cluster:
         return cluster.run(program)
 
 
@@ -86,25 +96,47 @@ def test_pushes_are_taken_as_frames(program: Any, frames: list[bytes]) -> None:
     assert len(frames) > STEPS
 
 
-def test_what_is_not_held_goes_the_general_way(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PushLane, "hold", sometimes(5, PushLane.hold, lambda *arguments: None))
+@pytest.mark.parametrize("program", [train, in_flight])
+def test_with_a_backup_they_are_taken_as_frames_too(
+    program: Any, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = noted(monkeypatch, "push")
+    run(program, replicas=2)
+    assert len(frames) > STEPS
+    assert taken.count(True) > STEPS
+
+
+def test_a_push_and_the_pull_behind_it_take_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled = noted(monkeypatch, "pull")
+    run(push_then_pull)
+    assert pulled.count(True) > STEPS
+
+
+def noted(patch: pytest.MonkeyPatch, method: str) -> list[bool]:
+    """What a method of server machines returns."""
+    found: list[bool] = []
+    usual = getattr(ServerMachine, method)
+
+    def noting(*arguments: Any) -> bool:
+        found.append(usual(*arguments))
+        return found[-1]
+
+    patch.setattr(ServerMachine, method, noting)
+    return found
+
+
+def test_what_is_not_taken_is_delivered_as_a_message(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerMachine, "push", sometimes(5, ServerMachine.push, lambda *arguments: False))
     run(train)
     assert frames
 
 
-def test_a_round_that_has_become_an_ordinary_one_ends_so(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update is made once: otherwise the momentum would count twice."""
-    usual = run(train_with_momentum)
-
-    def after_something_else(rounds: ExpressRounds, *arguments: Any) -> bool:
-        rounds.materialize()
-        return end(rounds, *arguments)
-
-    end = ExpressRounds.end
-    monkeypatch.setattr(ExpressRounds, "end", sometimes(3, end, after_something_else))
-    odd = run(train_with_momentum)
-    assert all(map(np.array_equal, usual, odd))
+def test_updates_are_those_of_pushes_that_come_as_messages(frames: list[bytes]) -> None:
+    as_frames = run(train_with_momentum)
     assert frames
+    del frames[:]
+    assert all(map(np.array_equal, as_frames, run(train_with_momentum, shared_memory="off", tcp_links="off")))
+    assert not frames
 
 
 def test_an_update_that_fails_is_told_to_those_who_pushed(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +170,7 @@ def test_a_bug_ends_no_server(
     def broken(*arguments: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(PushLane, "hold", sometimes(7, PushLane.hold, broken))
+    monkeypatch.setattr(ServerMachine, "push", sometimes(20, ServerMachine.push, broken))
     with caplog.at_level(logging.ERROR, logger="kvd.node"):
         run(train)
     assert any("a push could not be handled" in record.getMessage() for record in caplog.records)
@@ -154,18 +186,11 @@ def test_an_answer_that_is_lost_is_asked_for_again(
     assert frames
 
 
-def test_without_links_they_are_held_as_messages(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    held = []
-    hold = PushLane.hold
-
-    def noting(*arguments: Any) -> Any:
-        held.append(hold(*arguments))
-        return held[-1]
-
-    monkeypatch.setattr(PushLane, "hold", noting)
+def test_without_links_they_are_taken_as_messages(frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = noted(monkeypatch, "push")
     run(train, shared_memory="off", tcp_links="off")
     assert frames == []
-    assert len(held) - held.count(None) > STEPS
+    assert taken.count(True) > STEPS
 
 
 class Recording:
@@ -181,18 +206,18 @@ class Recording:
 
 def test_answers_to_calls_that_came_together_leave_together() -> None:
     link: Any = Recording()
-    way: Any = None
+    takes: Any = SimpleNamespace(take_all=print)
     decoded = Decoded(1, Epoch(2, 3), PushBatch(4, 5, 6, ADD, 1, True), 7)
-    pushes = RepeatedPushes(way, LinkPeer("one"), link, bytes(PUSH_NBYTES), decoded, 8)
+    pushes = PushFrames(takes, LinkPeer("one"), link, bytes(PUSH_NBYTES), decoded, 8)
     value = np.arange(8, dtype=np.uint8)
     headers = [values_header(9, Epoch(2, 3), 7, request, 1) for request in range(MOST_WAITING + 2)]
     whole = [prefix_of(INLINE, 0, len(header), 8) + header + value.tobytes() for header in headers]
     for header in headers[:2]:
-        assert pushes.answer(header, value)
+        pushes.let_wait(header, Span(value, 0, 8))
     assert link.sent == []
     pushes.send_answers()
     pushes.send_answers()
     assert link.sent == [whole[0] + whole[1]]
     for header in headers[2:]:  # so many do not wait
-        assert pushes.answer(header, value)
+        pushes.let_wait(header, Span(value, 0, 8))
     assert link.sent[1:] == [b"".join(whole[2:])]
