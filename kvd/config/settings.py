@@ -167,9 +167,9 @@ class Config:
     )
     lanes: str = declare(
         "auto",
-        "short ways through the program for operations that are repeated; they change no result and no message",
+        "short ways through a server for pushes that are repeated; they change no result and no message",
         choices=("auto", "off"),
-        used_by=("server", "worker"),
+        used_by=("server",),
     )
     check_bound: bool = declare(
         False, "report writes to gradients of kv.bind before their push is done", used_by=("worker",)

@@ -193,9 +193,9 @@ def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes |
     return values_header(sender, epoch, run, values.request, values.versions[0])
 
 
-def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
-    """The epoch, run and request in a header of VALUES_NBYTES bytes, if it is as `write_values` writes it. None: it may
-    be any other."""
+def read_values(header: bytes) -> tuple[Epoch, int, int, int] | None:
+    """The epoch, run, request and version in a header of VALUES_NBYTES bytes, if it is as `write_values` writes it.
+    None: it may be any other."""
     # fmt: off
     (
         marker, version, kind, w1, sender, w2, generation, w3, change, w4, run, w5, request,
@@ -212,7 +212,7 @@ def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
         and max(sender, generation, change, run, request, pulled) <= BIGGEST
     ):
         return None
-    return Epoch(generation, change), run, request
+    return Epoch(generation, change), run, request, pulled
 
 
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:
