@@ -29,7 +29,7 @@ from benchmarks.arguments import new_file, positive
 from benchmarks.report import print_table
 from examples import gpt
 from kvd.testing.cluster import LocalCluster
-from kvd.transport.connections import DESCRIPTORS, look_at
+from kvd.transport.limits.connections import DESCRIPTORS, look_at
 from kvd_cli.bench_svg import Series, chart, decades, linear
 
 SYNCHRONOUS: Final = "synchronous"

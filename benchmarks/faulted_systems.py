@@ -16,7 +16,7 @@ from typing import Final
 
 from benchmarks.systems import PEER_ENVIRONMENTS, PEERS_DIR, ROOT, peer_is_ready
 from kvd.config import child_environment
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, write_key
 
 KEYS: Final = 8
 ELEMENTS: Final = 1 << 16

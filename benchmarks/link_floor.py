@@ -32,8 +32,8 @@ from rich.console import Console
 
 from benchmarks.arguments import positive, some_of
 from benchmarks.report import print_table, time_text
-from kvd.transport.sealing import OVERHEAD_BYTES, RECORD_BYTES, SECRET_BYTES
-from kvd.transport.wake_ups import WakeUps
+from kvd.transport.links.sealing import OVERHEAD_BYTES, RECORD_BYTES, SECRET_BYTES
+from kvd.transport.links.sockets import WakeUps
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

@@ -24,7 +24,7 @@ from kvd.core.principals import HOLDER
 from kvd.core.scheduler.membership.agreement import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.session import Identity, RunKey, SchedulerSession
-from kvd.node.driver import Driver
+from kvd.node.shell.driver import Driver
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Done, Enter, Heartbeat, Message, Settings
 from kvd.transport.base import HeaderOfPath, OnGarbage, OnMessage

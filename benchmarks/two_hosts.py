@@ -29,7 +29,7 @@ from rich.console import Console
 from benchmarks.arguments import positive
 from benchmarks.report import print_table, time_text
 from kvd.config import child_environment
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import wait_until
 from kvd_cli.bench_work import WORK
 

@@ -5,7 +5,7 @@ from kvd.version import __version__
 project = "kvd"
 release = version = __version__
 root_doc = "docs/contents"
-include_patterns = ["README.md", "CHANGELOG.md", "docs/**", "deploy/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "deploy/README.md"]
 exclude_patterns = [".*", "build", "dist", "tests", "kvd", "cli", "benchmarks", "examples"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docs.reference.extension"]

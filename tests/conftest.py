@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
 from tests.environments import LANES, WITHOUT_KEYS
 from tests.phases import FAILURES_OPTION
@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported: modules are no garbage, and looking for some takes a quarter of the time
     LocalCluster.default_path = config.getoption("--kvd-path")
     LocalCluster.default_lanes = config.getoption("--kvd-lanes")
     if LocalCluster.default_lanes != "auto":
@@ -92,3 +93,9 @@ def pytest_collection_finish() -> None:
     """Modules such as torch stay loaded: tests that collect garbage need not scan their objects each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """All is imported."""
+    gc.enable()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd.config import Config, all_settings, load
-from kvd.node.keyring import CREDENTIAL
+from kvd.node.keys.keyring import CREDENTIAL
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 UNITS = DEPLOY / "systemd"

@@ -54,7 +54,7 @@ def test_the_wall_clock_is_read_for_people_only() -> None:
                 used = [name.name for name in node.names]
             if not WALL_CLOCK.isdisjoint(used):
                 readers.add(str(path.relative_to(ROOT)))
-    assert readers == {"kvd/observe/log.py", "kvd/node/facts.py"}
+    assert readers == {"kvd/observe/log.py", "kvd/node/daemon/facts.py"}
 
 
 # ── imports ──

@@ -49,7 +49,7 @@ def test_the_help_of_the_command_line_imports_no_store_and_no_daemon() -> None:
         "import kvd_cli.main\nsys.argv = ['kvd', '--help']\n"
         "try:\n    kvd_cli.main.main()\nexcept SystemExit as end:\n    assert end.code == 0"
     )
-    assert modules.isdisjoint(PLUG_INS | {"zmq", "kvd.client.cluster", "kvd.node.roles", "kvd.core.server"})
+    assert modules.isdisjoint(PLUG_INS | {"zmq", "kvd.client.cluster", "kvd.node.daemon.roles", "kvd.core.server"})
 
 
 def test_every_public_name_is_there() -> None:

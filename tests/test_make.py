@@ -15,7 +15,7 @@ import pytest
 from tests.environments import ROOT, without_settings
 from tests.phases import FAILURES_OPTION, Phase, phases, quick_phases, run_all
 
-DEADLINE_S: Final = 60.0
+DEADLINE_S: Final = 300.0
 
 # Stands for Python outside and inside of .venv, and for the tools there: notes what it is called for.
 STUB: Final = """#!/bin/sh

@@ -21,9 +21,9 @@ from kvd.core.machine import Complete, Event, LocalCall
 from kvd.core.requests import Barrier, InitKeys, Item, JoinCluster, Request, Transfer
 from kvd.protocol.messages import SMALL_PUSH_BYTES
 from kvd.protocol.specs import KeySpec
-from kvd.testing.clock import VirtualClock
-from kvd.testing.machines import SCHEDULER_ADDRESS, MachineFactory
-from kvd.testing.settings import ClusterSettings, Timeouts
+from tests.simulator.clock import VirtualClock
+from tests.simulator.machines import SCHEDULER_ADDRESS, MachineFactory
+from tests.simulator.settings import ClusterSettings, Timeouts
 
 WARM_UP_STEPS = 2  # after these, and one more, batches are declared and lanes taken
 NUM_SHARDS = Config().num_shards

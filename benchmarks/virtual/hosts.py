@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvd.testing.clock import VirtualClock
+from tests.simulator.clock import VirtualClock
 
 TIME_SLICE_S = 0.003
 """How long a process runs while another one waits for its core, as under Linux' fair scheduler on two cores."""

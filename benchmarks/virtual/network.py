@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.virtual.hosts import Pipe
 from kvd.core.machine import CallerPeer, Peer
-from kvd.testing.clock import VirtualClock
+from tests.simulator.clock import VirtualClock
 
 if TYPE_CHECKING:
     from benchmarks.virtual.nodes import Node

@@ -1,6 +1,7 @@
 """A node in virtual time: a real machine, whose steps and effects take the time that was measured for such.
 
-It plays `kvd.node.driver` for the machine, as `kvd.testing.shell` does under faults. Values have a size and no bytes.
+It plays `kvd.node.shell.driver` for the machine, as `tests.simulator.shell` does under faults. Values have a size and
+no bytes.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from kvd.core.machine import (
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import Epoch, View, ViewChange
 from kvd.protocol.specs import padded
-from kvd.testing.clock import VirtualClock
-from kvd.testing.shell import by_run
+from tests.simulator.clock import VirtualClock
+from tests.simulator.shell import by_run
 
-MOST_HELD = 16  # answers that wait for the next one to the same node, see `kvd.transport.holding`
+MOST_HELD = 16  # answers that wait for the next one to the same node, see `kvd.transport.links.write_coalescing`
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class Node:
     # ── messages out ──
 
     def _send(self, effect: Send, run: int, epoch: Epoch) -> Iterator[Work]:
-        """Answers without a payload wait for the next one to the same node, as in `kvd.transport.holding`."""
+        """Answers without a payload wait for the next ones: see `kvd.transport.links.write_coalescing`."""
         if self.program is None and not effect.payload:
             self._held.setdefault(effect.peer, []).append((effect, run, epoch))
             if len(self._held) >= MOST_HELD:
@@ -253,7 +254,7 @@ class Node:
         self._network.carry(self, effect.peer, message, header_nbytes, nbytes, held)
 
     def _header_nbytes(self, message: Any, run: int, epoch: Epoch) -> int:
-        """What goes to many nodes is encoded once, as in `kvd.node.sending`."""
+        """What goes to many nodes is encoded once, as in `kvd.node.shell.sending`."""
         if not isinstance(message, View | ViewChange):
             return len(encode(message, self.machine.incarnation, epoch, run))
         known = self._encoded.get(id(message))

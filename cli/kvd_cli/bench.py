@@ -15,7 +15,7 @@ from kvd_cli.bench_run import TRANSPORTS, JobFailed, make_job, measure
 from kvd_cli.bench_work import MODES, WORK, Task, names_of
 from kvd_cli.flags import common_options, setting_options
 from kvd_cli.launch import job_environment
-from kvd_cli.options import OF_ONE_PROCESS, OF_SNAPSHOTS, current
+from kvd_cli.options import OF_METRICS, OF_ONE_PROCESS, OF_SNAPSHOTS, current
 from kvd_cli.output import print_json, print_table
 
 
@@ -39,7 +39,16 @@ from kvd_cli.output import print_json, print_table
     help="draw MB/s by size, from the works with one value from 4KiB to 64MiB",
 )  # fmt: skip
 @setting_options(
-    leave_out=[*OF_ONE_PROCESS, *OF_SNAPSHOTS, "num_workers", "num_servers", "merge", "staleness", "shared_memory"]
+    leave_out=[
+        *OF_ONE_PROCESS,
+        *OF_SNAPSHOTS,
+        *OF_METRICS,
+        "num_workers",
+        "num_servers",
+        "merge",
+        "staleness",
+        "shared_memory",
+    ]
 )
 @common_options()
 def bench(
@@ -96,7 +105,7 @@ def bench(
 
 
 def _checked_works(only: str, plot: Path | None) -> tuple[str, ...]:
-    """The works to measure. A chart that cannot be drawn or written is refused before anything is measured."""
+    """Return the works to measure. A chart that cannot be drawn or written is refused before anything is measured."""
     try:
         works = tuple(names_of(only))
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""What a step costs besides time, for `kvd bench -v`: functions of Python, system calls, context switches.
+"""Counters for `kvd bench -v`: Python functions, system calls and context switches of a step.
 
-Each is counted in steps of its own: who counts functions or system calls makes every step slower.
+Each is counted in steps of its own, because counting slows them down.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PR_SET_PTRACER_ANY: Final = -1
 
 
 class CountFailed(Exception):
-    """Something could not be counted; the text says why."""
+    """A counter failed; the message says why."""
 
 
 class Calls:
-    """Counts the functions of Python that the calling thread calls."""
+    """Counter of the Python functions that the calling thread calls."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -71,7 +71,7 @@ def calls_file(folder: Path, pid: int) -> Path:
 
 @contextlib.contextmanager
 def calls_of(pids: Iterable[int], folder: Path, into: list[int]) -> Iterator[None]:
-    """Counts the functions that these daemons call meanwhile, and adds their number to the list.
+    """Count the functions that these daemons call inside the block, and append the number to the list.
 
     Raises:
         CountFailed: one does not answer.
@@ -100,7 +100,7 @@ def _await(files: Iterable[Path]) -> None:
 
 
 def switches_of(pids: Iterable[int | str]) -> int | None:
-    """The context switches of all threads of these processes, since their starts; None if a process is gone."""
+    """Return the context switches of all threads of these processes since their start; None if a process is gone."""
     total = 0
     for pid in pids:
         threads = Path("/proc") / str(pid) / "task"
@@ -118,7 +118,7 @@ def _switches_in(status: str) -> int:
 
 
 class SystemCalls:
-    """Counts the system calls of processes by strace.
+    """Counter of system calls by strace.
 
     Args:
         pids: of the processes, all threads of which count.
@@ -150,7 +150,7 @@ class SystemCalls:
         return Path(self._log.name).read_text(errors="replace")
 
     def end(self) -> int:
-        """The number of calls since the beginning."""
+        """Stop, and return the number of calls."""
         self._end()
         return total_of(self._file.read_text(errors="replace"))
 
@@ -166,7 +166,7 @@ class SystemCalls:
 
 
 def total_of(table: str) -> int:
-    """The number of calls in all, from the table that ``strace -c`` writes.
+    """Return the total number of calls from the table of ``strace -c``.
 
     Raises:
         CountFailed: it has no line of totals.

@@ -1,4 +1,4 @@
-"""The counts of one work in `kvd bench -v`, which its workers take together: the servers' belong to all of them."""
+"""Counts of one work in `kvd bench -v`. Workers count together, because the servers' counts belong to all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNTED_STEPS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Who takes part in a step besides this worker.
+    """Other processes that take part in a step.
 
     Attributes:
         rank: of this worker.
@@ -34,10 +34,10 @@ class Neighbours:
 
 
 class Counts:
-    """Counts what a step of this worker costs, and on rank 0 what it costs all servers together.
+    """Counts of a step for this worker, and on rank 0 for all servers together.
 
     Args:
-        iterate: takes so many steps.
+        iterate: makes the given number of steps.
         count: the steps of a repetition.
     """
 
@@ -47,8 +47,8 @@ class Counts:
         self._count = count
 
     def take(self) -> list[Row]:
-        """The counts of this worker, and those of the servers. What could not be counted is None, and the `note` says
-        why.
+        """Return the counts of this worker and of the servers. A missing count is None, and `note` has the reason.
+
 
         Raises:
             CountFailed: a server does not count.
@@ -82,7 +82,7 @@ class Counts:
         return own / steps, theirs[-1] / steps
 
     def _system_calls(self, own: Row, servers: Row) -> None:
-        """One process of strace for this one, one for the servers."""
+        """Run strace once for this process and once for the servers."""
         steps, neighbours = min(self._count, COUNTED_STEPS), self._neighbours
         traces = []
         if neighbours.servers:
@@ -96,14 +96,14 @@ class Counts:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """All workers begin together, and nobody goes on while another still takes steps."""
+        """Start all workers together, and wait until all have finished."""
         self._neighbours.barrier()
         yield
         self._neighbours.barrier()
 
 
 class _Trace:
-    """Counts system calls into a row. Others wait for this worker at a barrier, so a failure only leaves a note."""
+    """Count of system calls in a row. Others wait at a barrier, so a failure only leaves a note."""
 
     def __init__(self, row: Row, pids: list[int], file: Path) -> None:
         row["system_calls"], row["note"] = None, ""

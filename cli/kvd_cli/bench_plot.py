@@ -1,4 +1,4 @@
-"""The curve of `kvd bench --plot`: megabytes per second by the size of a value."""
+"""Curve of `kvd bench --plot`: megabytes per second by the size of a value."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LARGEST_BYTES: Final = 64 << 20
 
 
 def is_plotted(work: str) -> bool:
-    """Whether a work is a point of the curve: it has one value from 4 KiB to 64 MiB."""
+    """Return whether a work is a point of the curve: one value from 4 KiB to 64 MiB."""
     sizes = sizes_of(work)
     return len(sizes) == 1 and SMALLEST_BYTES <= sizes[0] * VALUE_NBYTES <= LARGEST_BYTES
 
 
 def throughput_chart(found: Mapping[str, Iterable[tuple[int, float]]], subtitle: str) -> str:
-    """The chart as SVG.
+    """Return the chart as SVG.
 
     Args:
         found: for each system, by name, its points: bytes of the value, MB/s. At least one point in all.
@@ -37,5 +37,5 @@ def throughput_chart(found: Mapping[str, Iterable[tuple[int, float]]], subtitle:
 
 
 def counted(number: int, what: str) -> str:
-    """A number with its noun, such as `1 server` or `2 servers`."""
+    """Return a number with its noun, such as `1 server` or `2 servers`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,4 +1,4 @@
-"""The results of `kvd bench`: medians and counts as tables, and medians as points of the chart."""
+"""Report of `kvd bench`: tables of medians and counts, and points of the chart."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ COUNT_HEADINGS: Final = ("work", "of a step", "CPU µs", "context switches", "sy
 
 
 def table_lines(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """A line of text for each work: medians over ranks and repetitions."""
+    """Return a line for each work with medians over ranks and repetitions."""
     return [_line(name, same) for name, same in _by_name(rows).items()]
 
 
 def curve(rows: Iterable[Row]) -> list[tuple[int, float]]:
-    """Bytes and MB/s of each work that is a point of the chart."""
+    """Return bytes and MB/s of each work that is a point of the chart."""
     return [(same[0]["bytes"], _mb_s(same)) for name, same in _by_name(rows).items() if is_plotted(name)]
 
 
@@ -36,7 +36,7 @@ def _steps_per_s(rows: Sequence[Row]) -> float:
 
 
 def _mb_s(rows: Sequence[Row]) -> float:
-    """Throughput of one worker in one direction."""
+    """Return the throughput of one worker in one direction."""
     nbytes: int = rows[0]["bytes"]
     return nbytes * _steps_per_s(rows) / 1e6
 
@@ -54,7 +54,7 @@ def _line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def count_lines(rows: Sequence[Row], counts: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Two lines for each work: what a step costs a worker, the mean over all, and all servers together."""
+    """Return two lines for each work: counts of a step for a worker (mean), and for all servers together."""
     timed = _by_name(rows)
     return [
         (
@@ -70,7 +70,7 @@ def count_lines(rows: Sequence[Row], counts: Iterable[Row]) -> list[tuple[str, .
 
 
 def count_notes(counts: Iterable[Row]) -> list[str]:
-    """Why numbers are missing, each reason once."""
+    """Return the reasons for missing numbers, each once."""
     return list(dict.fromkeys(row["note"] for row in counts if row["note"]))
 
 

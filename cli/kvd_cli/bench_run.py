@@ -1,4 +1,4 @@
-"""One run of `kvd bench`: a cluster on this machine whose workers do a task."""
+"""One run of `kvd bench`: a cluster on this machine with workers that do a task."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LISTEN_ON_IPC: Final = 'KVD_BIND="ipc://$KVD_BENCH_FOLDER/$KVD_NODE_ID" exec "$@
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run gave.
+    """Results of a run.
 
     Attributes:
         rows: as the workers wrote them, one per work, rank and repetition.
-        counts: what a step costs besides time, one per work and worker, and one per work of all servers together; none
-            unless the task says so.
+        counts: counts of a step, one per work and worker, and one per work for all servers together; empty unless the
+            task asks for them.
         roles: for each process its role, rank, peak memory in bytes and processor seconds; for a server also the
             bytes of the values that it led at the end.
     """
@@ -61,7 +61,7 @@ class JobFailed(Exception):
 
 
 async def measure(job: Job, task: Task) -> Report:
-    """Run a cluster whose workers do the task. None of its processes is left when this returns.
+    """Run the task in a cluster. No process is left when this returns.
 
     Raises:
         JobFailed: it failed.
@@ -94,7 +94,7 @@ async def measure(job: Job, task: Task) -> Report:
 
 
 def make_job(task: Task, workers: int, servers: int, transport: str, settings: Mapping[str, str]) -> Job:
-    """The cluster whose workers do the task."""
+    """Return the job that runs the task."""
     # The children must find the packages that run here, whether or not they are installed.
     roots = [Path(__file__).parents[1], Path(sys.modules["kvd"].__path__[0]).parent]
     paths = [*map(str, dict.fromkeys(roots)), python_path()]
@@ -109,7 +109,7 @@ def make_job(task: Task, workers: int, servers: int, transport: str, settings: M
 
 
 def roles_of(watch: Watch, told: Iterable[Row]) -> list[dict[str, Any]]:
-    """What is known of each process: what we saw of the daemons, and what the workers reported of all."""
+    """Return the usage of each process, as observed here and as reported by the workers."""
     roles: dict[tuple[str, int], dict[str, Any]] = {}
     for name, usage in watch.last.items():
         role, _, rank = name.partition("-")

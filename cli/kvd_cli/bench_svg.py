@@ -124,7 +124,7 @@ def linear(label: str, largest: float) -> Axis:
 
 
 def sizes(label: str, smallest: float, largest: float) -> Axis:
-    """An axis of bytes that includes these two, with a tick at every second power of two."""
+    """Return an axis of bytes that includes these two, with a tick at every second power of two."""
     first, last = math.floor(math.log2(smallest)), math.ceil(math.log2(largest))
     if first == last:
         first, last = first - 2, last + 2
@@ -143,7 +143,7 @@ def size_text(nbytes: int) -> str:
 
 
 def _rounded(value: float, *, down: bool) -> float:
-    """The next number that is 1, 2 or 5 times a power of ten."""
+    """Return the next number that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     steps = (1.0, 2.0, 5.0, 10.0)
     if down:
@@ -175,7 +175,7 @@ class _Drawing:
         self._add("rect", width=WIDTH, height=HEIGHT, fill="#ffffff")
 
     def finished(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         ElementTree.indent(self._root)
         return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(self._root, encoding="unicode") + "\n"
 
@@ -248,7 +248,7 @@ class _Drawing:
         self._add("text", x=x, y=y, **look).text = words
 
     def _marker(self, x: float, y: float, number: int) -> ElementTree.Element:
-        """A disc, a square, a triangle or a diamond."""
+        """Draw a disc, a square, a triangle or a diamond."""
         fill, radius = _colour(number), 4.5
         if number % 4 == 0:
             return self._add("circle", cx=x, cy=y, r=radius, fill=fill)

@@ -1,4 +1,4 @@
-"""What processes used of the machine: peak memory and processor time, from /proc."""
+"""Peak memory and processor time of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ INTERVAL_S = 0.1
 
 
 class Usage(NamedTuple):
-    """What one process has used since its start."""
+    """Usage of one process since its start."""
 
     peak_bytes: int
     cpu_s: float
 
 
 def usage_of(pid: int | str) -> Usage | None:
-    """The usage of a process (or of ``"self"``); None if it is gone."""
+    """Return the usage of a process (or of ``"self"``); None if it is gone."""
     folder = Path("/proc") / str(pid)
     try:
         status, stat = (folder / "status").read_text(errors="replace"), (folder / "stat").read_text(errors="replace")
@@ -32,8 +32,10 @@ def usage_of(pid: int | str) -> Usage | None:
 
 
 def share_bytes_of(pid: int | str) -> int | None:
-    """The memory of a process (or of ``"self"``) now, to which memory that several processes have mapped adds each
-    one's part; None if it is gone or cannot be read. It takes milliseconds, in which the process may have to wait."""
+    """Return the proportional set size of a process (or of ``"self"``) in bytes; None if it cannot be read.
+
+    Reading takes milliseconds, in which the process may have to wait.
+    """
     try:
         rollup = (Path("/proc") / str(pid) / "smaps_rollup").read_text(errors="replace")
     except OSError:
@@ -43,7 +45,7 @@ def share_bytes_of(pid: int | str) -> int | None:
 
 
 def cpu_s_of(pids: Iterable[int | str]) -> float | None:
-    """The processor time of all these processes together, since their starts; None if one is gone."""
+    """Return the processor time of all these processes since their start; None if one is gone."""
     try:
         return sum(_cpu_s((Path("/proc") / str(pid) / "stat").read_text(errors="replace")) for pid in pids)
     except OSError:
@@ -51,19 +53,19 @@ def cpu_s_of(pids: Iterable[int | str]) -> float | None:
 
 
 def _cpu_s(stat: str) -> float:
-    """From the text of /proc/PID/stat."""
+    """Return the processor time from the text of /proc/PID/stat."""
     # The name in parentheses may hold anything; utime and stime are the 12th and 13th field after it.
     fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Keeps the last known usage of processes that others start and end.
+    """Last known usage of processes that others start and end.
 
     Args:
         names: of the processes.
         pid_of: the pid of one that runs now.
-        on_all: told once, when all of them run: their pids by name.
+        on_all: called once, when all of them run, with their pids by name.
     """
 
     def __init__(
@@ -78,13 +80,13 @@ class Watch:
         self._on_all = on_all
 
     async def follow(self) -> None:
-        """Look from time to time, until cancelled."""
+        """Poll until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
-        """Record the usage of those that run."""
+        """Record the usage of the running processes."""
         pids = {name: pid for name in self._names if (pid := self._pid_of(name)) is not None}
         for name, pid in pids.items():
             usage = usage_of(pid)

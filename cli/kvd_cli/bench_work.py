@@ -1,4 +1,4 @@
-"""The works of `kvd bench` and how they are timed: the same way for all systems that kvd is compared with."""
+"""Works of `kvd bench` and their timing, shared by all systems that kvd is compared with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IN_FLIGHT_NAME: Final = f"1KiBx{IN_FLIGHT}inflight"
 
 
 def resnet50_sizes() -> list[int]:
-    """The number of values in each of the 161 trainable tensors of ResNet-50, in the order of the layers.
+    """Return the sizes of the 161 trainable tensors of ResNet-50, in the order of the layers.
 
     A stem, then four stages of bottleneck blocks (1×1, 3×3 and 1×1 convolutions, each with a batch norm of two
     vectors; the first block of a stage has a 1×1 shortcut besides), then a linear layer to 1000 classes.
@@ -54,7 +54,7 @@ def resnet50_sizes() -> list[int]:
 
 
 def _convolution(inputs: int, outputs: int, side: int) -> list[int]:
-    """A convolution without bias, and the scale and shift of the batch norm after it."""
+    """Return the sizes of a convolution without bias and of the batch norm after it."""
     return [inputs * outputs * side * side, outputs, outputs]
 
 
@@ -78,7 +78,7 @@ MOST_BYTES: Final = 64 << 30
 
 
 def sizes_of(name: str) -> list[int]:
-    """The sizes of the float32 keys of a work: one of `WORK`, or ``SIZE`` or ``SIZExCOUNT``, such as ``4MiBx64``.
+    """Return the sizes of the float32 keys of a work: one of `WORK`, ``SIZE`` or ``SIZExCOUNT``, such as ``4MiBx64``.
 
     Raises:
         ValueError: there is no such work; the text lists the known ones.
@@ -94,13 +94,13 @@ def sizes_of(name: str) -> list[int]:
 
 
 def row_sizes(name: str) -> list[int]:
-    """The sizes of the keys of one iteration, which is one call where calls overlap."""
+    """Return the sizes of the keys of one iteration, which is one call where calls overlap."""
     return [KIB // VALUE_NBYTES] if name == IN_FLIGHT_NAME else sizes_of(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all workers of a run are told.
+    """Task of all workers of a run.
 
     Attributes:
         works: names of works, in order.
@@ -108,9 +108,9 @@ class Task:
         seconds: how long a repetition should take.
         repetitions: how many there are of each work.
         folder: the directory in which the workers, on one machine, write rows and agree on counts.
-        bound: whether the values are the arrays of `kvd.KVStore.bind`, not the workers' own.
-        copy_free: whether each step gets its values in new arrays, with `copy=False`, not in those of the worker.
-        counts: whether calls and context switches are counted, too.
+        bound: use the arrays of `kvd.KVStore.bind` instead of the workers' own.
+        copy_free: pull with `copy=False` instead of into the worker's arrays.
+        counts: count calls and context switches, too.
     """
 
     works: tuple[str, ...]
@@ -132,7 +132,7 @@ class Task:
 
 
 def names_of(only: str) -> list[str]:
-    """The works that a comma-separated list names.
+    """Return the works that a comma-separated list names.
 
     Raises:
         ValueError: it names no work, or an unknown one; the text lists the known ones.
@@ -146,13 +146,13 @@ def names_of(only: str) -> list[str]:
 
 
 def iterations_for(trial_s: Sequence[float], seconds: float, calls_per_step: int = 1) -> int:
-    """The number of iterations that take `seconds`, judged by the times of a few trial steps."""
+    """Return the number of iterations that take `seconds`, judged by a few trial steps."""
     wanted = int(seconds * calls_per_step / max(statistics.median(trial_s), 1e-9))
     return max(MIN_ITERATIONS, min(MAX_ITERATIONS, wanted))
 
 
 def time_steps(step: Callable[[], object], count: int) -> tuple[list[float], float]:
-    """Do a step `count` times. Returns the seconds that each took, and the seconds of all together."""
+    """Do a step `count` times. Return the seconds of each, and the seconds of all together."""
     each = []
     begin = time.perf_counter()
     for _ in range(count):
@@ -163,7 +163,7 @@ def time_steps(step: Callable[[], object], count: int) -> tuple[list[float], flo
 
 
 def make_row(name: str, rank: int, repetition: int, each: list[float], total_s: float) -> Row:
-    """One repetition of one work on one rank, from the times of its iterations."""
+    """Return the row of one repetition of a work on one rank, from the times of its iterations."""
     in_order = sorted(each)
     count = len(in_order)
     sizes = row_sizes(name)

@@ -1,4 +1,4 @@
-"""One worker of `kvd bench`: does each work through the public API, as a user's program would, and writes rows.
+"""One worker of `kvd bench`: runs each work through the public API and writes rows.
 
 Started as ``python -m kvd_cli.bench_worker TASK`` with the task as JSON; ``KVD_*`` says where the cluster is.
 """
@@ -44,7 +44,7 @@ from kvd_cli.bench_work import (
 
 
 class Values(NamedTuple):
-    """What a worker pushes and pulls in one work."""
+    """Arrays that a worker pushes and pulls in one work."""
 
     keys: list[str]
     gradients: list[NDArray[np.float32]]
@@ -52,7 +52,7 @@ class Values(NamedTuple):
 
 
 class Bench:
-    """Does the works of one worker, one after the other."""
+    """Works of one worker, run one after the other."""
 
     def __init__(self, kv: kvd.KVStore, task: Task) -> None:
         self._kv = kv
@@ -110,7 +110,7 @@ class Bench:
             self._measure(name, step, lambda count: time_steps(step, count))
 
     def _values(self, name: str) -> Values:
-        """The keys of a work, created with ones, and arrays for them: the store's own if the task says so."""
+        """Create the keys of a work with ones, and return arrays for them: the store's own if the task says so."""
         sizes = sizes_of(name)
         keys = [f"{name}/{number}" for number in range(len(sizes))]
         self._kv.init(keys, [np.ones(size, np.float32) for size in sizes])
@@ -123,7 +123,7 @@ class Bench:
         return Values(keys, gradients, weights)
 
     def _check(self, name: str, outs: list[NDArray[np.float32]]) -> None:
-        """Stop if the sums are wrong: the speed of a wrong result is worthless."""
+        """Raise if the sums are wrong: the speed of a wrong result is worthless."""
         workers = self._kv.num_workers
         wanted = workers * (workers + 1) / 2 if self._task.mode == "none" else 1.0
         if not all(np.all(out == wanted) for out in outs):
@@ -157,7 +157,7 @@ class Bench:
                 self._write(COUNTS_FILE, {"name": name, **line})
 
     def _look_at_memory(self) -> None:
-        """Note what this process takes while it has the values of a work; rank 0 also looks at the servers."""
+        """Record the memory of this process with the values of a work; on rank 0, that of the servers, too."""
         processes: list[tuple[str, int, int | str]] = [("worker", self._kv.rank, "self")]
         processes += [("server", number, pid) for number, pid in enumerate(self._servers())]
         for role, rank, pid in processes:
@@ -166,12 +166,12 @@ class Bench:
                 self._shares[role, rank] = max(share_bytes, self._shares.get((role, rank), 0))
 
     def _servers_cpu_s(self) -> float | None:
-        """On rank 0, the processor time of all servers so far; None on other ranks, or if it is unknown."""
+        """Return on rank 0 the processor time of all servers so far; None on other ranks, or if unknown."""
         pids = self._servers()
         return cpu_s_of(pids) if pids else None
 
     def _servers(self) -> list[int]:
-        """On rank 0, the process ids of all servers; none on other ranks, or if they are unknown."""
+        """Return on rank 0 the process ids of all servers; none on other ranks, or if unknown."""
         file = self._folder / SERVERS_FILE
         if self._kv.rank != 0 or not file.exists():
             return []
@@ -179,7 +179,7 @@ class Bench:
         return pids
 
     def _in_flight(self, mine: Values, count: int) -> tuple[list[float], float]:
-        """Make `count` calls of one key each, always `IN_FLIGHT` at once. Returns times as `time_steps` does."""
+        """Make `count` calls of one key each, with `IN_FLIGHT` in flight. Return times as `time_steps` does."""
         each: list[float] = []
         flying: deque[tuple[float, kvd.Handle]] = deque()
 
@@ -202,7 +202,7 @@ class Bench:
         return each, time.perf_counter() - begin
 
     def _agree(self, name: str, count: int) -> int:
-        """The count of rank 0 on all ranks: a synchronous step needs all of them."""
+        """Return rank 0's count on all ranks: a synchronous step needs all of them."""
         file = self._folder / f"{name}.count"
         if self._kv.rank == 0:
             unfinished = file.with_suffix(".tmp")

@@ -1,4 +1,4 @@
-"""Commands that ask or tell a whole cluster: ``status``, ``keys``, ``dead-nodes``, ``command`` …"""
+"""Commands on a whole cluster: ``status``, ``keys``, ``dead-nodes``, ``command`` …"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import click
 
 from kvd.client.calls.staleness import put_together
-from kvd.node.facts import wall_clock_s
+from kvd.node.daemon.facts import wall_clock_s
 from kvd_cli.connect import as_worker, observer
 from kvd_cli.copies import Report, columns_of, notes_of, partitions_of
 from kvd_cli.flags import common_options
@@ -104,7 +104,7 @@ def _uptime(report: Report) -> str:
 
 
 def _server_table(report: Report) -> tuple[list[str], list[list[object]]]:
-    """The headings and rows of the servers. With two replicas, they say which partitions a server has."""
+    """Return the headings and rows of the servers, with their partitions if there are two replicas."""
     partitions = partitions_of(report)
     rows: list[list[object]] = []
     for server in report["servers"]:
@@ -148,7 +148,7 @@ def _progress_rows(report: Report) -> list[list[object]]:
 
 
 def _notes_of(server: Report) -> list[str]:
-    """What the requests of a server wait for, and how it answers."""
+    """Describe the waiting requests of a server, and how it answers."""
     notes = [f"waits for {', '.join(server['waiting_for'])}"] if server["waiting_for"] else []
     if server.get("links", SHARED_MEMORY) != SHARED_MEMORY:
         notes.append(f"answers by {server['links']}")
@@ -156,7 +156,7 @@ def _notes_of(server: Report) -> list[str]:
 
 
 def _path_rows(report: Report) -> list[list[object]]:
-    """How messages travel between servers and each worker that has not left. Servers with the same path share a row."""
+    """Return the paths between servers and workers that have not left. Servers with the same path share a row."""
     gone = {f"{member['role']} {member['rank']}" for member in report["members"] if member["state"] == "left"}
     servers: dict[tuple[str, str], list[str]] = {}
     for server in report.get("servers", ()):
@@ -167,7 +167,7 @@ def _path_rows(report: Report) -> list[list[object]]:
 
 
 def _staleness_rows(report: Report) -> list[list[object]]:
-    """How stale the pushes of asynchronous workers were: their number, mean and maximum."""
+    """Return the staleness of asynchronous workers' pushes: number, mean and maximum."""
     found = put_together(report.get("servers", ()))
     return [[worker, seen.pushes, f"{seen.mean:.2f}", seen.max] for worker, seen in found.items()]
 
@@ -205,7 +205,7 @@ def keys() -> None:
 
 
 def _shape(key: Report) -> str:
-    """Of a table, with the rows that take memory."""
+    """Return the shape of a table, with the rows that take memory."""
     text = "×".join("∞" if size is None else str(size) for size in key["shape"]) or "scalar"
     return text if key["updated_rows"] is None else f"{text} ({key['updated_rows']} rows updated)"
 

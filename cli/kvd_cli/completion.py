@@ -1,4 +1,4 @@
-"""``kvd completion``: the script with which a shell completes commands, flags and values."""
+"""``kvd completion``: shell completion of commands, flags and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvd config``: the settings that this process would use, and where each comes from."""
+"""``kvd config``: settings of this shell and their origins."""
 
 from __future__ import annotations
 

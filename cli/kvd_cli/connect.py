@@ -1,4 +1,4 @@
-"""How commands reach a cluster: as an observer without a rank, or as a worker for the duration of the command."""
+"""Connections of commands: as an observer without a rank, or as a worker for the duration of the command."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NOBODY_THERE_S: Final = 1.5
 
 @contextlib.contextmanager
 def observer(doing: str, job: str = "", within_s: float | None = None) -> Iterator[Observer]:
-    """A connection that sees everything and joins nothing.
+    """Connect as an observer, which reads everything and joins nothing.
 
     Args:
-        doing: what the block does, for a person who waits for it.
+        doing: description of the block, shown while it takes long.
         job: the job to look at, or one run of it as NAME@RUN; empty: that of the settings.
         within_s: seconds that the cluster has to answer without ``--timeout``; None: as long as the settings say.
 
@@ -48,10 +48,10 @@ def observer(doing: str, job: str = "", within_s: float | None = None) -> Iterat
 
 @contextlib.contextmanager
 def as_worker(doing: str) -> Iterator[KVStore]:
-    """A worker of the cluster, in the cluster's mode. It leaves without waiting for the others.
+    """Join as a worker in the cluster's mode. It leaves without waiting for the others.
 
     Args:
-        doing: what the block does, for a person who waits for it.
+        doing: description of the block, shown while it takes long.
     """
     with interrupts.nothing_begun():
         from kvd.client.facades.blocking import leave_at_once, visit
@@ -75,11 +75,11 @@ def as_worker(doing: str) -> Iterator[KVStore]:
 
 
 def at_prompt(loaded: Loaded, patience: Patience, *, operator: bool = False) -> Arrival:
-    """How a command comes to a cluster: it waits for no workers, and not for long where nothing listens.
+    """Return the arrival of a command: it does not wait for workers, nor long where nothing listens.
 
     Args:
         loaded: the settings of the command.
-        patience: tells the person what the command waits for.
+        patience: reports on stderr what the command waits for.
         operator: as of `Arrival`.
     """
     from kvd.client.cluster.joining import Arrival

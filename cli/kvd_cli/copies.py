@@ -1,5 +1,7 @@
-"""Where the copies of the values are, by the status of a cluster with ``replicas = 2``: a partition is the part of the
-keys that one server leads and another one backs up."""
+"""Partitions and their copies, from the status of a cluster with ``replicas = 2``.
+
+A partition is the part of the keys that one server leads and another one backs up.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ Report = Mapping[str, Any]
 
 
 class Partition(NamedTuple):
-    """Which servers have a partition, by their names.
+    """Servers of a partition, by name.
 
     Attributes:
-        backup: has every committed push too; None if no server has.
-        syncing: is being sent a copy, to become the backup.
+        backup: the server with every committed push, too; None if there is none.
+        syncing: the server that is being sent a copy to become the backup.
         successor: the backup, when it is about to lead.
     """
 
@@ -26,7 +28,7 @@ class Partition(NamedTuple):
 
 
 def partitions_of(report: Report) -> list[Partition]:
-    """Those that the scheduler tells of; none with one replica."""
+    """Return the partitions that the scheduler reports; none with one replica."""
     return [
         Partition(entry["partition"], entry["leader"], entry["backup"], entry["syncing"], entry.get("successor"))
         for entry in report.get("partitions", ())
@@ -34,17 +36,17 @@ def partitions_of(report: Report) -> list[Partition]:
 
 
 def numbers_of(partitions: Sequence[Partition]) -> str:
-    """``partition 1``, ``partitions 0, 2``."""
+    """Return the names of partitions: ``partition 1``, ``partitions 0, 2``."""
     return f"partition{'s'[: len(partitions) > 1]} {', '.join(str(partition.number) for partition in partitions)}"
 
 
 def led_by(name: str, partitions: Sequence[Partition]) -> list[int]:
-    """The numbers of the partitions that a server leads."""
+    """Return the numbers of the partitions that a server leads."""
     return [partition.number for partition in partitions if partition.leader == name]
 
 
 def columns_of(server: Report, partitions: Sequence[Partition]) -> list[str]:
-    """What a server leads and backs up, for a table."""
+    """Return the columns of a server: the partitions that it leads and backs up."""
     name = f"server {server['rank']}"
     leads = [str(number) for number in led_by(name, partitions)]
     backs_up = [
@@ -62,7 +64,7 @@ def _movement(name: str, partition: Partition) -> str:
 
 
 def notes_of(server: Report, partitions: Sequence[Partition]) -> list[str]:
-    """What a server itself says that is worth a note."""
+    """Return notes from a server's own report."""
     notes = []
     leads = led_by(f"server {server['rank']}", partitions)
     told = server.get("leads", leads)
@@ -75,7 +77,7 @@ def notes_of(server: Report, partitions: Sequence[Partition]) -> list[str]:
 
 
 def differences(report: Report) -> list[str]:
-    """A line for each server that found its backup to have something else."""
+    """Return a line for each server with a backup that has diverged."""
     return [
         _difference(f"server {server['rank']}", server["slices_that_differed"], server["last_difference"])
         for server in report.get("servers", ())
@@ -92,7 +94,7 @@ def _difference(leader: str, count: int, last: Mapping[str, Any]) -> str:
 
 
 def failed_copies(report: Report) -> list[str]:
-    """A line for each server that cannot hold a partition."""
+    """Return a line for each server that cannot hold a partition."""
     return [
         f"no copy: {failure['server']} cannot back up partition {failure['partition']}, which server {server['rank']} "
         f"leads: {failure['why']}. It is tried again in {failure['again_s']:g} s."
@@ -102,12 +104,12 @@ def failed_copies(report: Report) -> list[str]:
 
 
 def lost(partitions: Sequence[Partition], gone: Sequence[str]) -> list[Partition]:
-    """Those that no living server has: their leader is `gone`, and there is no backup."""
+    """Return the lost partitions: their leader is `gone`, and there is no backup."""
     return [partition for partition in partitions if partition.leader in gone and partition.backup is None]
 
 
 def degraded_advice(partitions: Sequence[Partition], gone: Sequence[str]) -> list[str]:
-    """A line for each living server that is the only one to have some partitions."""
+    """Return a line for each living server that holds the only copy of some partitions."""
     alone: dict[str, list[Partition]] = {}
     for partition in partitions:
         if partition.backup is None and partition.leader not in gone:
@@ -120,9 +122,9 @@ def _degraded(leader: str, partitions: Sequence[Partition], gone: Sequence[str])
     pronoun = "they" if len(partitions) > 1 else "it"
     syncing = sorted({partition.syncing for partition in partitions if partition.syncing is not None})
     if syncing:
-        remedy = f"A copy is being sent to {', '.join(syncing)}; the job goes on meanwhile."
+        remedy = f"A copy is being sent to {', '.join(syncing)}; the job continues meanwhile."
     elif gone:
-        remedy = f"Start {' or '.join(gone)} again: it is sent a copy while the job goes on."
+        remedy = f"Start {' or '.join(gone)} again: it is sent a copy while the job continues."
     else:
         remedy = "A copy is made as soon as another server is there."
     return (

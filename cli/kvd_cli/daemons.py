@@ -75,7 +75,7 @@ def _tell_ready(notifier: Notifier, pid: int, program: str) -> None:
 
 
 def _worker_environment(loaded: Loaded) -> dict[str, str]:
-    """The variables of the command: all settings that were given, and those that make it a worker."""
+    """Return the variables of the command: all given settings, and those that make it a worker."""
     config = loaded.config
     own = {
         "KVD_ROLE": "worker",
@@ -95,7 +95,7 @@ def _worker_environment(loaded: Loaded) -> dict[str, str]:
 
 def _run_daemon(role: Role, ready_file: Path | None) -> None:
     with interrupts.nothing_begun():
-        from kvd.node.roles import run_daemon  # `kvd --help` runs no daemon
+        from kvd.node.daemon.roles import run_daemon  # `kvd --help` runs no daemon
 
     loaded = current().load_silently()
     click.get_current_context().exit(run_daemon(loaded, role, ready_file=ready_file))

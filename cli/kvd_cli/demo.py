@@ -13,7 +13,7 @@ from kvd.node.launch import Job, RestartRule, run
 from kvd_cli.demo_view import DemoView, LiveView, PlainView
 from kvd_cli.flags import common_options, setting_options
 from kvd_cli.launch import job_environment
-from kvd_cli.options import OF_ONE_PROCESS, OF_SNAPSHOTS, current
+from kvd_cli.options import OF_METRICS, OF_ONE_PROCESS, OF_SNAPSHOTS, current
 from kvd_cli.output import print_json
 
 ENOUGH: Final = 0.96
@@ -28,7 +28,9 @@ _RESTARTS: Final = 3
 @click.option("--batch", type=click.IntRange(1, 1024), default=64, show_default=True, help="images per step")
 @click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="worker processes")
 @click.option("--servers", type=click.IntRange(1, 64), default=2, show_default=True, help="server processes")
-@setting_options(leave_out=(*OF_ONE_PROCESS, *OF_SNAPSHOTS, "num_workers", "num_servers", "merge", "staleness"))
+@setting_options(
+    leave_out=(*OF_ONE_PROCESS, *OF_SNAPSHOTS, *OF_METRICS, "num_workers", "num_servers", "merge", "staleness")
+)
 @common_options()
 def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None:
     """Train a small network with a whole cluster on this machine.
@@ -66,7 +68,7 @@ def demo(seed: int, epochs: int, batch: int, workers: int, servers: int) -> None
 
 
 def _environment(loaded: Loaded) -> dict[str, str]:
-    """The variables of the job's processes.
+    """Return the variables of the job's processes.
 
     Each process has one thread: two workers fit on two cores, and every machine adds in the same order. Gradients are
     weighted by samples, because the parts of a batch need not be equal.

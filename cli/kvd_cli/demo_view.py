@@ -26,10 +26,10 @@ _CURVE: Final = 60
 
 @dataclass
 class Progress:
-    """What is known of one worker.
+    """Progress of one worker.
 
     Attributes:
-        step: its clock: how many steps it has done.
+        step: its clock, the number of completed steps.
         loss: the mean of its last steps.
         rate: bytes per second that it pushes and pulls.
         restarts: how often it was restarted.
@@ -46,7 +46,7 @@ class Progress:
 
 
 class DemoView:
-    """Takes the output of the job's processes from several threads, and keeps what the views show.
+    """Base of the views: reads the output of the job's processes from several threads.
 
     Attributes:
         out: where lines for a person go.
@@ -92,32 +92,32 @@ class DemoView:
         print(text, file=self.out, flush=True)
 
     def on_epoch(self, accuracy: float) -> None:
-        """Called with the test accuracy at the end of an epoch."""
+        """Show the test accuracy at the end of an epoch."""
 
     def final_accuracy(self) -> float:
-        """The test accuracy of the final weights."""
+        """Return the test accuracy of the final weights."""
         return self._final or 0.0
 
     def digests(self) -> list[str]:
-        """The digests of the workers' final weights, each once."""
+        """Return the digests of the workers' final weights, each once."""
         return sorted({worker.digest for worker in self.workers})
 
     def print_last_words(self) -> None:
-        """Show the last lines of the processes, which say what went wrong."""
+        """Show the last lines of the processes, which have the cause of a failure."""
         for line in self._words:
             print(line, file=sys.stderr)
 
     def mean_loss(self) -> float:
-        """The mean loss of the workers that have reported one."""
+        """Return the mean loss of the workers that have reported one."""
         losses = [worker.loss for worker in self.workers if worker.loss]
         return sum(losses) / len(losses) if losses else 0.0
 
     def megabytes_per_s(self) -> float:
-        """What all workers push and pull, in MB/s."""
+        """Return the rate at which all workers push and pull, in MB/s."""
         return sum(worker.rate for worker in self.workers) / 1e6
 
     def epoch(self) -> int:
-        """How many epochs all workers have done."""
+        """Return the number of epochs that all workers have completed."""
         return min(worker.step for worker in self.workers) // self.steps_per_epoch
 
     def _take_log(self, node: str, text: str) -> None:
@@ -214,7 +214,7 @@ class LiveView(DemoView):
 
 
 def _curve(values: list[float]) -> str:
-    """The values as a row of bars."""
+    """Return the values as a row of bars."""
     top = max(values, default=0.0)
     if top <= 0:
         return ""
@@ -222,7 +222,7 @@ def _curve(values: list[float]) -> str:
 
 
 def _report_in(line: bytes) -> dict[str, Any] | None:
-    """The report that a line is, if it is one: a worker may print other things too."""
+    """Return the report in a line; None if the worker printed something else."""
     try:
         report = json.loads(line)
     except ValueError:

@@ -1,7 +1,7 @@
-"""One worker of ``kvd demo``: trains a network on handwritten digits, and reports in JSON lines on stdout.
+"""One worker of ``kvd demo``: trains a network on handwritten digits and reports in JSON lines on stdout.
 
-A worker that was killed and is restarted under its node id continues with the step in which it died: a step depends on
-the seed and its number only, and the store knows the number.
+A killed worker that is restarted under its node id resumes at the step where it died: a step depends on the seed and
+its number only, and the store has the number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all workers of one demo do together.
+    """Plan of one demo, shared by its workers.
 
     Attributes:
         seed: of the weights, of the order of the images, and of which of them are for testing.
@@ -45,7 +45,7 @@ class Plan:
 
 
 def make_model() -> parallel.Sequential:
-    """Two convolutions and two dense layers: 38 000 parameters."""
+    """Return a model of two convolutions and two dense layers: 38 000 parameters."""
     return parallel.Sequential(
         parallel.Conv2D(16, 3, padding=1), parallel.ReLU(),
         parallel.Conv2D(32, 3, stride=2, padding=1), parallel.ReLU(),
@@ -54,7 +54,7 @@ def make_model() -> parallel.Sequential:
 
 
 class Training:
-    """The group of one worker, its share of the data, and the store that all share."""
+    """Group of one worker, its share of the data, and the shared store."""
 
     def __init__(self, plan: Plan, store: kvd.KVStore) -> None:
         self._plan = plan
@@ -82,26 +82,26 @@ class Training:
         self.bytes_per_step = 2 * sum(weight.nbytes for weight in self.weights.values())
 
     def enter(self) -> int:
-        """Bind the group to the store: weights come from there, and gradients go there. Returns the next step."""
+        """Bind the group to the store for weights and gradients. Return the next step."""
         rate = schedule.Cosine(LEARNING_RATE, steps=self.steps)
         pipeline = self._group.bind_to(self._store, optimizer=SGD(rate, momentum=MOMENTUM, wd=WEIGHT_DECAY))
         return pipeline.clock
 
     def do(self, step: int) -> float:
-        """One step: gradients of this worker's share, merged with the others', new weights. The mean loss."""
+        """Make one step: push the gradients of this worker's share, and pull new weights. Return the mean loss."""
         images, labels = self._batch(step)
         self._group.forward_backward(parallel.DataBatch([images], [labels]))
         (predicted,) = self._group.get_outputs_merged()
         return float(-np.log(np.maximum(predicted[np.arange(len(labels)), labels], 1e-12)).mean())
 
     def accuracy(self) -> float:
-        """The part of the test images that the model reads correctly."""
+        """Return the fraction of test images that the model classifies correctly."""
         self._group.get_params(self.weights, {})
         (predicted,) = self._tester.forward({"data": self._test_images}, is_train=False)
         return float((predicted.argmax(axis=1) == self._test_labels).mean())
 
     def digest(self) -> str:
-        """16 hex digits that stand for all bits of all weights, in the order of the keys."""
+        """Return a digest of all weights in the order of the keys, as 16 hex digits."""
         self._group.get_params(self.weights, {})
         digest = hashlib.sha256()
         for key in sorted(self.weights):
@@ -109,7 +109,7 @@ class Training:
         return digest.hexdigest()[:16]
 
     def _batch(self, step: int) -> tuple[Array, Array]:
-        """This worker's images and labels of a step."""
+        """Return this worker's images and labels of a step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         # raw bits of a bit generator stay the same in all versions of NumPy; permutation() need not (NEP 19)
         order = np.argsort(np.random.PCG64([self._plan.seed, epoch]).random_raw(len(self._images)), kind="stable")
@@ -141,7 +141,7 @@ def train(plan: Plan) -> None:
 
 
 def report(event: str, store: kvd.KVStore, **figures: Any) -> None:
-    """One JSON line."""
+    """Write one JSON line."""
     fields: Mapping[str, Any] = {"event": event, "worker": store.rank, **figures}
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()

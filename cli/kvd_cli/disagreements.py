@@ -1,4 +1,4 @@
-"""What differs between the nodes of a cluster and usually does not, by its status: settings, versions, clocks."""
+"""Differences between the nodes of a cluster in settings, versions and clocks, from its status."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _THIS_HOST: Final = "this host"
 
 
 def disagreements(report: Report) -> list[str]:
-    """A line for each setting, version or clock that differs."""
+    """Return a line for each setting, version or clock that differs."""
     nodes = {"the scheduler": report}
     nodes.update({f"server {server['rank']}": server for server in report.get("servers", ()) if "error" not in server})
     return [*_settings(nodes), *_versions(nodes), *_clocks(nodes)]
 
 
 def _settings(nodes: dict[str, Report]) -> Iterator[str]:
-    names = dict.fromkeys(name for node in nodes.values() for name in node.get("settings", {}))
+    names = dict.fromkeys(name for node in nodes.values() for name in node.get("process_settings", {}))
     for name in names:
-        values = _by_value({node: found.get("settings", {}).get(name) for node, found in nodes.items()})
+        values = _by_value({node: found.get("process_settings", {}).get(name) for node, found in nodes.items()})
         if len(values) > 1:
             yield (
                 f"settings: {name} is {_compared(values)}. Start all nodes with the same value unless that is meant; "
@@ -40,7 +40,7 @@ def _versions(nodes: dict[str, Report]) -> Iterator[str]:
 
 
 def _by_value(of_nodes: dict[str, str | None]) -> dict[str, list[str]]:
-    """The nodes that have each value. Those that have none do not count."""
+    """Group the nodes by value, without those that have none."""
     values: dict[str, list[str]] = {}
     for node, value in of_nodes.items():
         if value is not None:
@@ -53,7 +53,7 @@ def _compared(values: dict[str, list[str]]) -> str:
 
 
 def _clocks(nodes: dict[str, Report]) -> Iterator[str]:
-    """Clocks that are not that of the scheduler."""
+    """Return a line for each clock that differs from the scheduler's."""
     reference = nodes["the scheduler"].get("clock")
     if reference is None:
         return

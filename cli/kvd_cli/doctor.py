@@ -1,4 +1,4 @@
-"""``kvd doctor``: what is wrong with a cluster, seen from this host, and what to do about it."""
+"""``kvd doctor``: faults of a cluster as seen from this host, and their remedies."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SERVERS_WITHIN_S: Final = 4.0
 @click.command()
 @common_options()
 def doctor() -> None:
-    """Say what is wrong with the cluster, and what to do about it.
+    """Find faults of the cluster, and name their remedies.
 
-    Exits with 1 if something is: what makes status exit with 1, and training that stands still. A round or barrier
-    stands still when it has waited for 10 times as long as a step usually takes, and for 10 s. With -o json, the
-    document is that of status.
+    Exits with 1 if there is a fault: one for which status exits with 1, or training that stands still. A round or
+    barrier stands still when it has waited for 10 times as long as a step usually takes, and for 10 s. With -o json,
+    the document is that of status.
 
-    Servers that do not answer within 4 s (--timeout) are tried by a handshake from this host, which tells why.
+    Servers that do not answer within 4 s (--timeout) are probed from this host by a handshake, which finds the cause.
 
     Without --job (KVD_JOB), all jobs that are under way are examined, as far as the key allows; with -o json, those
     besides the default job are under other_jobs.
@@ -57,7 +57,7 @@ def doctor() -> None:
 
 
 def _ask(job: str = "") -> tuple[Report, dict[int, Finding]]:
-    """The status, and what handshakes showed with the servers that did not answer."""
+    """Return the status, and the results of handshakes with the servers that did not answer."""
     with observer("asking the nodes how they are", job, within_s=SCHEDULER_WITHIN_S) as cluster:
         report: Report = cluster.status(SERVERS_WITHIN_S if current().timeout_s is None else None)
         silent = [server["rank"] for server in report.get("servers", ()) if "error" in server]
@@ -65,13 +65,13 @@ def _ask(job: str = "") -> tuple[Report, dict[int, Finding]]:
 
 
 def _names_a_job() -> bool:
-    """Whether a flag, a variable or a file says which job is meant."""
+    """Return whether a flag, a variable or a file names the job."""
     loaded = current().loaded
     return loaded is None or loaded.origin["job"] != "default"
 
 
 def _other_jobs(report: Report, handshakes: dict[int, Finding]) -> Iterator[dict[str, Any]]:
-    """The reports of the runs under way, besides that of the default job, with the verdict on each."""
+    """Return the reports of all running jobs but the default one, each with its verdict."""
     for run in report["jobs"]:
         if run["job"] == DEFAULT_JOB or run["phase"] not in UNDER_WAY:
             continue

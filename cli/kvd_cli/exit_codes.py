@@ -1,4 +1,4 @@
-"""The exit codes that only a program at a terminal has. Imports nothing: `main` needs them before all else."""
+"""Exit codes of the program. Imports nothing, because `main` needs them first."""
 
 from __future__ import annotations
 

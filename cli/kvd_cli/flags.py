@@ -1,4 +1,4 @@
-"""The flags: those that all commands share, and one for each setting, made from its declaration."""
+"""Flags: those that all commands share, and one for each setting, made from its declaration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ else:  # older versions of click cannot be subscripted
 
 
 class SettingType(_ParamType):
-    """A value of a setting, kept as text: `kvd.config.load` reads it again, together with all others."""
+    """Parameter type of a setting. The value stays text, because `kvd.config.load` parses all settings together."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -39,11 +39,11 @@ class SettingType(_ParamType):
         self.metavar = "|".join(setting.choices) if setting.choices else setting.kind.upper()
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """What the help shows for the value."""
+        """Return the placeholder of the value in the help."""
         return self.metavar
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        """The value, if the setting accepts it."""
+        """Return the value, if the setting accepts it."""
         try:
             self._setting.parse(value, "flag")
         except ConfigError:
@@ -51,17 +51,17 @@ class SettingType(_ParamType):
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The choices that begin with what was typed."""
+        """Return the choices that begin with the typed text."""
         return [CompletionItem(choice) for choice in self._setting.choices if choice and choice.startswith(incomplete)]
 
 
 def setting_options(
     *, role: Role | None = None, leave_out: Iterable[str] = (), short: dict[str, str] | None = None
 ) -> Callable[[Command], Command]:
-    """A flag for each setting that processes of a role act on.
+    """Return a flag for each setting that processes of a role act on.
 
     Args:
-        role: the role; None: all settings.
+        role: the role; None selects all settings.
         leave_out: settings that get no flag.
         short: further spellings, such as ``{"num_workers": "-n"}``.
     """
@@ -100,7 +100,7 @@ def _store_setting(ctx: click.Context, param: click.Parameter, value: object) ->
 def common_options(
     *, output_flags: Sequence[str] = ("-o", "--output"), leave_out: Iterable[str] = ()
 ) -> Callable[[Command], Command]:
-    """The options that commands share.
+    """Return the options that commands share.
 
     Args:
         output_flags: the flags of the output format: others where ``-o`` means something else, none where nothing is

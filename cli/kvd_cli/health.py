@@ -1,4 +1,4 @@
-"""What is wrong with a cluster, judged by its status, and what to do about it."""
+"""Faults of a cluster, found in its status, and their remedies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FROM_CHECKPOINT: Final = "start the job again from a checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A verdict.
+    """Verdict on a cluster.
 
     Attributes:
         is_healthy: whether no node is dead, missing or silent, no active worker's process has ended, no server has left
@@ -83,7 +83,7 @@ def health_of(report: Report, handshakes: Mapping[int, Finding] | None = None) -
     if unsaved:
         advice.append(
             f"the scheduler cannot save its state: {unsaved}. Free space in its state_dir, or make it writable. Until "
-            "then joining, leaving and barriers wait; pushes and pulls go on."
+            "then joining, leaving and barriers wait; pushes and pulls continue."
         )
     if report.get("insecure"):
         advice.append(
@@ -102,21 +102,21 @@ def health_of(report: Report, handshakes: Mapping[int, Finding] | None = None) -
 
 
 def _advice_on_workers_apart(report: Report) -> list[str]:
-    """Of the workers without which the rounds go on, for now."""
+    """Return advice on workers without which rounds continue for now."""
     advice = []
     lost, late, new = _in_state(report, "worker", "lost"), _late(report), _new(report)
     back = [name for name in _in_state(report, "worker", "back") if name not in (*late, *new)]
     if lost:
-        advice.append(f"lost: {', '.join(lost)}. The job goes on without, degraded. {_start_again(lost)}")
+        advice.append(f"lost: {', '.join(lost)}. The job continues without, degraded. {_start_again(lost)}")
     if late:
         advice.append(
-            f"late: {', '.join(late)}. The others go on without, degraded, until the program comes to its next step of "
-            "kv.steps, or calls kv.resume(). If that happens often, see what slows it down, or raise quorum_grace_s."
+            f"late: {', '.join(late)}. The others continue without, degraded, until the program reaches its next step "
+            "of kv.steps, or calls kv.resume(). If that happens often, see what slows it down, or raise quorum_grace_s."
         )
     if back:
         advice.append(
-            f"back: {', '.join(back)}, and not in the rounds yet. That is so until the program comes to its next step "
-            "of kv.steps, or calls kv.resume()."
+            f"back: {', '.join(back)}, and not in the rounds yet. They take part once the program reaches its next "
+            "step of kv.steps, or calls kv.resume()."
         )
     if new:
         advice.append(
@@ -134,17 +134,17 @@ def _in_state(report: Report, role: str, *states: str) -> list[str]:
 
 
 def _new(report: Report) -> list[str]:
-    """The workers that came when the job was under way, and have yet to take part."""
+    """Return advice on workers that joined a running job and do not take part yet."""
     return [f"worker {m['rank']}" for m in report["members"] if m["state"] == "back" and m.get("is_new", False)]
 
 
 def _late(report: Report) -> list[str]:
-    """The workers that the others have waited for too long, and that have yet to take part again."""
+    """Return advice on stragglers that do not take part again yet."""
     return [f"worker {m['rank']}" for m in report["members"] if m["state"] == "back" and m.get("is_late", False)]
 
 
 def _ended_workers(report: Report) -> list[str]:
-    """Workers that the rounds wait for although their processes have ended; their timeouts have not."""
+    """Return advice on workers with ended processes that rounds still wait for."""
     return [
         f"worker {m['rank']}"
         for m in report["members"]
@@ -153,7 +153,7 @@ def _ended_workers(report: Report) -> list[str]:
 
 
 def _servers_that_left(report: Report) -> list[str]:
-    """Servers that were stopped while a worker still needs their keys, of which there is no other copy."""
+    """Return advice on stopped servers that held the only copy of keys that workers need."""
     if not any(m["role"] == "worker" and m["state"] in ("active", "idle") for m in report["members"]):
         return []
     left, partitions = _left(report, "server"), partitions_of(report)
@@ -168,14 +168,14 @@ def _left(report: Report, role: str) -> list[str]:
 
 
 def _what_is_gone(servers: list[str], partitions: Sequence[Partition]) -> str:
-    """What became of the keys of servers that are not there any more."""
+    """Describe the fate of the keys of servers that are gone."""
     they, one = ("they", "them") if len(servers) > 1 else ("it", "it")
     gone = lost(partitions, servers)
     if gone:
         verb = "were" if len(servers) > 1 else "was"
         return (
             f"No other server has {numbers_of(gone)} of the keys. If {they} {verb} only stopped or cut off, let {one} "
-            f"go on, and nothing is lost. Otherwise {_FROM_CHECKPOINT}."
+            f"continue, and nothing is lost. Otherwise {_FROM_CHECKPOINT}."
         )
     if partitions:
         return f"Nothing is lost: other servers lead what {they} led. Start {one} again under the same node id."
@@ -184,7 +184,7 @@ def _what_is_gone(servers: list[str], partitions: Sequence[Partition]) -> str:
 
 
 def _are_values_lost(gone: Sequence[str], partitions: Sequence[Partition]) -> bool:
-    """Whether there are values that only servers had which are gone."""
+    """Return whether values are lost because all servers that held them are gone."""
     return bool(gone) and (not partitions or bool(lost(partitions, gone)))
 
 
@@ -198,7 +198,7 @@ def _start_again(workers: list[str], *, are_values_lost: bool = False) -> str:
 
 
 def _empty_servers(report: Report) -> list[str]:
-    """Servers that must have lost their keys: they hold none, while the others hold many or have an optimizer."""
+    """Return advice on servers that must have lost their keys: they hold none, unlike the others."""
     partitions = partitions_of(report)
     answered = [
         server

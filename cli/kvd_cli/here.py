@@ -1,12 +1,12 @@
-"""What this host lacks to run a worker of a cluster: open files, shared memory."""
+"""Checks of this host for running a worker: open files, shared memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from kvd.node.descriptors import descriptors
-from kvd.node.identity import host_id
+from kvd.node.daemon.identity import host_id
+from kvd.node.daemon.process_limits import descriptors
 from kvd_cli.copies import Report
 
 FILES_OF_A_WORKER: Final = 64
@@ -15,7 +15,7 @@ FILES_PER_SERVER: Final = 8
 
 
 def advice_for_this_host(report: Report) -> list[str]:
-    """A line for each thing that nodes of this cluster would lack if they were started here."""
+    """Return a line for each resource that nodes of this cluster would lack on this host."""
     return [*_files(report), *_shared_memory(report)]
 
 
@@ -33,7 +33,7 @@ def _files(report: Report) -> Iterator[str]:
 def _shared_memory(report: Report) -> Iterator[str]:
     if not any(member.get("host") == host_id() for member in report["members"]):
         return
-    from kvd.transport.segments import Arena  # `kvd --help` needs no arrays
+    from kvd.transport.memory.segments import Arena  # `kvd --help` needs no arrays
 
     arena = Arena(1 << 30)
     try:

@@ -1,7 +1,7 @@
-"""What Ctrl-C does: it ends the process at once while nothing has begun, and raises KeyboardInterrupt in a command.
+"""Handling of Ctrl-C: it ends the process at once before a command begins, and raises KeyboardInterrupt in it.
 
 An interrupt must not raise in the middle of an import: in the callbacks of the import system, Python can only print a
-traceback and go on.
+traceback and continue.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvd_cli.exit_codes import INTERRUPTED
 
 
 def prepare() -> None:
-    """From here on an interrupt ends the process at once, unless interrupts are ignored from the start."""
+    """Let an interrupt end the process at once from now on, unless interrupts were ignored at the start."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
         # The interpreter removes handlers before it is done; an interrupt would then change the exit code.
@@ -26,19 +26,19 @@ def prepare() -> None:
 
 
 def command_begins() -> None:
-    """From here on an interrupt raises."""
+    """Let an interrupt raise KeyboardInterrupt from now on."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def command_ended() -> None:
-    """From here on an interrupt ends the process at once."""
+    """Let an interrupt end the process at once from now on."""
     _end_at_once()
 
 
 @contextlib.contextmanager
 def nothing_begun() -> Iterator[None]:
-    """For the imports of a command: an interrupt ends the process at once."""
+    """Let an interrupt end the process at once inside the block: the imports of a command."""
     changed = _end_at_once()
     try:
         yield
@@ -48,7 +48,7 @@ def nothing_begun() -> Iterator[None]:
 
 
 def _end_at_once() -> bool:
-    """True if an interrupt would have raised."""
+    """Let an interrupt end the process at once. Return whether it would have raised before."""
     raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if raises and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _leave)

@@ -1,4 +1,4 @@
-"""Commands on the runs of jobs, and on the daemons that they share: ``jobs``, ``jobs end``, ``shutdown``."""
+"""Commands on runs of jobs and on their shared daemons: ``jobs``, ``jobs end``, ``shutdown``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvd_cli.output import print_json, print_table
 @common_options()
 @click.pass_context
 def jobs(ctx: click.Context) -> None:
-    """List the runs of all jobs: those that are running, and those that can still be read."""
+    """List the runs of all jobs that are running or can still be read."""
     if ctx.invoked_subcommand is not None:
         return
     with observer("listing the jobs") as cluster:

@@ -1,4 +1,4 @@
-"""``kvd key``: the key of a cluster, or of one node: shown, made, and carried to other hosts."""
+"""``kvd key``: show, make and copy the key of a cluster or of one node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvd_cli.options import current
 from kvd_cli.output import print_json, print_table
 
 if TYPE_CHECKING:  # `kvd --help` needs no keys
-    from kvd.node.keyfiles import NodeKey
+    from kvd.node.keys.keyfiles import NodeKey
 
 STDIN: Final = "on stdin"
 """What errors call a key file that comes through stdin."""
@@ -35,16 +35,16 @@ _OUT: Final = click.option(
 def key() -> None:
     """Make, show and copy the key that opens a cluster.
 
-    The first scheduler of a user makes the user's key by itself. Whoever has it may do everything in the cluster.
+    The first scheduler of a user makes the user's key automatically. The key permits everything in the cluster.
     """
 
 
 @key.command()
 @common_options(leave_out=NO_CLUSTER)
 def show() -> None:
-    """Show which key this user's processes have (--keyfile: another one). The secret part is not shown."""
+    """Show the key of this user's processes (--keyfile: another key). The secret part is not shown."""
     with interrupts.nothing_begun():
-        from kvd.node.keyring import key_source
+        from kvd.node.keys.keyring import key_source
 
     source = key_source(current().load().config.keyfile)
     _print(source.path, source.read())
@@ -56,8 +56,8 @@ def show() -> None:
 def new(out: Path | None) -> None:
     """Make the key of a cluster, in a file that only this user can read."""
     with interrupts.nothing_begun():
-        from kvd.node.keyfiles import new_cluster_key, write_key
-        from kvd.node.keyring import user_key_path
+        from kvd.node.keys.keyfiles import new_cluster_key, write_key
+        from kvd.node.keys.keyring import user_key_path
 
     path, made = user_key_path() if out is None else out, new_cluster_key()
     write_key(path, made)
@@ -71,8 +71,8 @@ def new(out: Path | None) -> None:
 def export(force: bool) -> None:
     """Write the key file to stdout, for a pipe: kvd key export | ssh HOST kvd key import"""
     with interrupts.nothing_begun():
-        from kvd.node.keyfiles import key_text
-        from kvd.node.keyring import key_source
+        from kvd.node.keys.keyfiles import key_text
+        from kvd.node.keys.keyring import key_source
 
     if sys.stdout.isatty() and not force:
         raise ConfigError(
@@ -87,8 +87,8 @@ def export(force: bool) -> None:
 def import_(out: Path | None) -> None:
     """Read a key file from stdin, and keep it as this user's key: kvd key export | ssh HOST kvd key import"""
     with interrupts.nothing_begun():
-        from kvd.node.keyfiles import parse_key, write_key
-        from kvd.node.keyring import user_key_path
+        from kvd.node.keys.keyfiles import parse_key, write_key
+        from kvd.node.keys.keyring import user_key_path
 
     path = user_key_path() if out is None else out
     imported = parse_key(_read_stdin(), STDIN)
@@ -100,13 +100,13 @@ def import_(out: Path | None) -> None:
 
 
 def _check_same(path: Path, imported: NodeKey) -> None:
-    """A file that is there already has to contain the same key.
+    """Check that an existing file contains the same key.
 
     Raises:
         ConfigError: it contains another one, or cannot be used.
     """
-    from kvd.node.keyfiles import read_key
-    from kvd.transport.curve import fingerprint
+    from kvd.node.keys.keyfiles import read_key
+    from kvd.transport.zmq.curve import fingerprint
 
     there = read_key(path)
     if there.keypair != imported.keypair:
@@ -119,12 +119,12 @@ def _check_same(path: Path, imported: NodeKey) -> None:
 
 
 def _read_stdin() -> str:
-    """What comes through stdin, if it can be a key file.
+    """Read a key file from stdin.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is no key file.
     """
-    from kvd.node.keyfiles import MAX_FILE_BYTES
+    from kvd.node.keys.keyfiles import MAX_FILE_BYTES
 
     if sys.stdin is not None and sys.stdin.isatty():
         raise ConfigError(f"stdin is a terminal: pipe a key into this command, as in {_ELSEWHERE}")
@@ -142,7 +142,7 @@ def _read_stdin() -> str:
 
 
 def _print(path: Path, of: NodeKey) -> None:
-    """Print what may be known of a key."""
+    """Print the public part of a key."""
     parts = {"file": str(path.absolute()), "kind": str(of.kind), "public": of.keypair.public}
     if of.name:
         parts["name"] = of.name

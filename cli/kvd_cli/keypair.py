@@ -1,4 +1,4 @@
-"""``kvd keypair``: keys for single nodes, which a list of allowed keys gives their roles."""
+"""``kvd keypair``: keys for single nodes, with roles in a list of allowed keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvd_cli.options import current
 from kvd_cli.output import print_json
 
 if TYPE_CHECKING:  # `kvd --help` needs no keys
-    from kvd.node.keyfiles import NodeKey
+    from kvd.node.keys.keyfiles import NodeKey
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
 _TABLE: Final = re.compile(r"^\s*\[", re.MULTILINE)
@@ -44,11 +44,11 @@ def keypair() -> None:
 @click.option(
     "--role", "roles", type=click.Choice([role.value for role in KeyRole]), multiple=True,
     default=[KeyRole.WORKER.value], show_default=True,
-    help="what the holder may be; can be repeated",
+    help="role of the key; can be repeated",
 )  # fmt: skip
 @click.option(
     "--job", "jobs", metavar="PATTERN", multiple=True,
-    help="which jobs a worker or observer may be part of, such as 'vision-*'; can be repeated  [default: all]",
+    help="jobs that a worker or observer may join, such as 'vision-*'; can be repeated  [default: all]",
 )  # fmt: skip
 @common_options(leave_out=NO_CLUSTER)
 def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ...], jobs: tuple[str, ...]) -> None:
@@ -58,7 +58,7 @@ def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ..
     scheduler or server reads its list again when it receives SIGHUP.
     """
     with interrupts.nothing_begun():
-        from kvd.node.keyfiles import new_node_key, public_part, write_key
+        from kvd.node.keys.keyfiles import new_node_key, public_part, write_key
 
     if not _NAME.fullmatch(name):
         raise click.UsageError(f"{name!r} is no name for a key: use 1 to 64 letters, digits and the characters . _ + -")
@@ -76,9 +76,9 @@ def new(name: str, out: Path | None, scheduler: str | None, roles: tuple[str, ..
 
 
 def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
-    """The public key of the scheduler; "" for the key of the scheduler itself."""
-    from kvd.node.keyring import key_source
-    from kvd.transport.curve import is_key
+    """Return the public key of the scheduler; "" for the key of the scheduler itself."""
+    from kvd.node.keys.keyring import key_source
+    from kvd.transport.zmq.curve import is_key
 
     if given is not None:
         return given if is_key(given) else _in_file(Path(given))
@@ -91,9 +91,9 @@ def _scheduler_key(given: str | None, roles: tuple[str, ...]) -> str:
 
 
 def _in_file(path: Path) -> str:
-    """The scheduler's public key in a key file, or in a list of allowed keys."""
-    from kvd.node.allowed_keys import AllowedKeys
-    from kvd.node.keyfiles import read_key
+    """Return the scheduler's public key from a key file or a list of allowed keys."""
+    from kvd.node.keys.allowed_keys import AllowedKeys
+    from kvd.node.keys.keyfiles import read_key
 
     try:
         content = read_file(path).decode()

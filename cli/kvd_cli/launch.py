@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import click
 
-from kvd.config import Config, Loaded
+from kvd.config import Config, Loaded, parse_address
+from kvd.errors import ConfigError
 from kvd.node.affinity import MOST_AUTO_SERVERS, auto_servers, usable_cores
 from kvd.node.launch import Host, Job, RestartRule, parse_hosts, run
 from kvd_cli.flags import common_options, setting_options
@@ -22,13 +23,13 @@ AUTO: Final = 0
 
 
 class ServerCount(click.IntRange):
-    """A number of servers, or ``auto``."""
+    """Parameter type of a number of servers, or ``auto``."""
 
     def __init__(self) -> None:
         super().__init__(min=1)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number; `AUTO` for ``auto``."""
+        """Return the number, or `AUTO` for ``auto``."""
         if value == AUTO or str(value).strip().lower() == "auto":
             return AUTO
         return int(super().convert(value, param, ctx))
@@ -80,8 +81,8 @@ def launch(
     job, and its exit code becomes that of the job, unless --restart, --on-worker-loss shrink or --quorum says
     otherwise. Ctrl-C ends the job in order, a second Ctrl-C kills it. No process and no key is left behind in any case.
 
-    The first line says where the scheduler is (--scheduler: where it shall listen). After that come the output of CMD,
-    warnings and errors; -v or --log-level shows the rest of the daemons' logs too. Each worker gets a copy of stdin.
+    The first line has the address of the scheduler (--scheduler sets it). After that come the output of CMD, warnings
+    and errors; -v or --log-level shows the rest of the daemons' logs, too. Each worker gets a copy of stdin.
     """
     options = current()
     if servers:
@@ -89,6 +90,12 @@ def launch(
     loaded = options.load_daemon()
     if ssh is not None and hosts is None:
         raise click.UsageError("--ssh says how the --hosts are reached: give --hosts, too")
+    if loaded.config.metrics_bind and parse_address(f"tcp://{loaded.config.metrics_bind}").port:
+        raise ConfigError(
+            f"metrics_bind = {loaded.config.metrics_bind!r}: the scheduler and the servers of a job need ports of "
+            "their own: give port 0, and with -v their logs say which they have",
+            setting="metrics_bind",
+        )
     parsed = () if hosts is None else _hosts(hosts, loaded.config, servers)
     workers, servers = _sizes(loaded, servers, parsed)
     job = Job(
@@ -112,7 +119,7 @@ def launch(
 
 
 def _hosts(text: str, config: Config, servers: int | None) -> tuple[Host, ...]:
-    """The hosts of the job, if the settings suit a job on several hosts."""
+    """Return the hosts of the job, if the settings suit a job on several hosts."""
     hosts = parse_hosts(text)
     if servers == AUTO:
         raise click.UsageError("-s auto counts the cores of this machine only: with --hosts, give -s N or leave it out")
@@ -122,7 +129,7 @@ def _hosts(text: str, config: Config, servers: int | None) -> tuple[Host, ...]:
 
 
 def _sizes(loaded: Loaded, servers: int | None, hosts: Sequence[Host]) -> tuple[int, int]:
-    """The numbers of workers and servers."""
+    """Return the numbers of workers and servers."""
     config = loaded.config
     sizes = {"num_workers": config.num_workers, "num_servers": config.num_servers}
     if hosts and loaded.origin["num_workers"] == "default":
@@ -143,7 +150,7 @@ def _sizes(loaded: Loaded, servers: int | None, hosts: Sequence[Host]) -> tuple[
 
 
 def _ssh(text: str) -> list[str]:
-    """The words of a command, as a shell reads them."""
+    """Split a command into words as a shell does."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -154,7 +161,7 @@ def _ssh(text: str) -> list[str]:
 
 
 def job_environment(loaded: Loaded, restarts: int = 0) -> dict[str, str]:
-    """The variables that pass the given settings on to the processes of a job."""
+    """Return the variables that pass the given settings to the processes of a job."""
     variables = loaded.environment()
     if restarts and loaded.origin["on_worker_loss"] == "default":
         variables["KVD_ON_WORKER_LOSS"] = "wait"  # for the worker that will be restarted

@@ -1,4 +1,4 @@
-"""What runs out in a cluster, by its status: memory, open files, balance between servers, time since a snapshot."""
+"""Resources that run out in a cluster, from its status: memory, open files, balance of servers, age of snapshots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SNAPSHOTS_MISSED: Final = 2
 
 
 def too_full(report: Report) -> list[str]:
-    """A line for each daemon whose memory or descriptors are nearly used up."""
+    """Return a line for each daemon that is nearly out of memory or descriptors."""
     return [*_memory(report), *_files(report)]
 
 
@@ -50,7 +50,7 @@ def _files(report: Report) -> Iterator[str]:
 
 
 def uneven(report: Report) -> list[str]:
-    """A line for each server that leads much more than the others."""
+    """Return a line for each server that leads much more than the others."""
     partitions = partitions_of(report)
     shares = {
         server["rank"]: server["bytes_led"]
@@ -70,7 +70,7 @@ def uneven(report: Report) -> list[str]:
 
 
 def snapshot_too_old(report: Report) -> list[str]:
-    """A line if scheduled snapshots of a synchronous job are missing."""
+    """Return a line if scheduled snapshots of a synchronous job are missing."""
     snapshot, servers = report.get("last_snapshot"), _answered(report)
     if snapshot is None or not snapshot.get("every") or any(server.get("staleness") for server in servers):
         return []

@@ -1,4 +1,4 @@
-"""The program ``kvd``: how its process begins and ends. What it does is in `kvd_cli.program`.
+"""Start and end of the program ``kvd``. Its commands are in `kvd_cli.program`.
 
 Little is imported here: the imports that all commands need take half a second, and Ctrl-C must not show a traceback
 meanwhile.
@@ -35,7 +35,7 @@ def main() -> NoReturn:
 
 
 def _run() -> int:
-    """The exit code of the command."""
+    """Run the command, and return its exit code."""
     try:
         streams.prepare()
         from kvd_cli.program import run  # not before interrupts are handled

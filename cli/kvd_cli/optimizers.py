@@ -1,4 +1,4 @@
-"""The optimizers of the servers, as ``kvd status`` shows them."""
+"""Optimizers of the servers in ``kvd status``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_ENTRIES = 3  # of a mapping, in a line
 
 
 def optimizer_rows(servers: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    """Each optimizer with the servers that have it: one row, unless they are just being given another."""
+    """Return a row for each optimizer with its servers: one row, unless the optimizer is just changing."""
     ranks: dict[str, list[str]] = {}
     for server in servers:
         if server.get("optimizer"):
@@ -22,7 +22,7 @@ def optimizer_rows(servers: Sequence[Mapping[str, Any]]) -> list[list[object]]:
 
 
 def optimizer_text(optimizer: Any) -> str:
-    """An optimizer as a program would write it, such as ``SGD(learning_rate=0.1)``: without what it has by default.
+    """Return an optimizer as a program writes it, such as ``SGD(learning_rate=0.1)``, without defaults.
 
     Its parts came over the network, so they may be anything.
     """
@@ -37,7 +37,7 @@ def optimizer_text(optimizer: Any) -> str:
 
 
 def _defaults_of(name: str) -> dict[str, Any]:
-    """The default of each field of the optimizer with this name; empty if there is none."""
+    """Return the default of each field of the named optimizer; empty if there is none."""
     kind = getattr(kvd.optimizer, name, None)
     if not isinstance(kind, type) or not is_dataclass(kind):
         return {}

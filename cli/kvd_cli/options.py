@@ -1,4 +1,4 @@
-"""What the options of a command line said, and the settings that follow from them. `kvd_cli.flags` declares them."""
+"""Options of a command line and the settings that follow from them. `kvd_cli.flags` declares the options."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _META: Final = "kvd_cli.options"
 OF_ONE_PROCESS: Final = ("bind", "node_id", "preferred_rank", "local_rank", "role", "parent_pid")
 """Settings that several processes never share."""
 
+OF_METRICS: Final = ("metrics_bind", "metrics_token_file")
+"""Settings of daemons that somebody watches."""
+
 OF_SNAPSHOTS: Final = ("snapshot_dir", "snapshot_every", "snapshot_keep", "restore")
 """Settings of jobs that take snapshots, or begin with one."""
 
@@ -28,14 +31,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Options:
-    """What the options said, of the group and of the command; the command's win.
+    """Options of the group and of the command; those of the command win.
 
     Attributes:
         settings: for each flag that was given, the name of the setting and its text.
         file: of ``--config``.
         timeout_s: of ``--timeout``.
         output: the format of stdout.
-        verbose: whether ``-v`` was given.
+        verbose: True if ``-v`` was given.
         loaded: the last result of `load`.
     """
 
@@ -47,7 +50,7 @@ class Options:
     loaded: Loaded | None = None
 
     def load(self) -> Loaded:
-        """The settings of this process, with warnings about variables that look like misspelt ones.
+        """Load the settings of this process, and warn about variables that look misspelt.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -58,14 +61,14 @@ class Options:
         return loaded
 
     def load_silently(self) -> Loaded:
-        """The settings of a daemon, which writes the notes to its own log."""
+        """Load the settings of a daemon, which logs the notes itself."""
         self._use_timeout()
         if self.timeout_s is not None:
             self.settings.setdefault("join_timeout_s", self.timeout_s)
         return self._load()
 
     def load_daemon(self) -> Loaded:
-        """The settings of a job; ``--timeout`` is the deadline of its calls."""
+        """Load the settings of a job; ``--timeout`` is the deadline of its calls."""
         self._use_timeout()
         return self.load()
 
@@ -82,7 +85,7 @@ class Options:
             self.settings.setdefault("round_timeout_s", self.timeout_s)
 
     def load_client(self) -> Loaded:
-        """The settings of a command that asks a cluster something, with ``--timeout`` as its deadline.
+        """Load the settings of a command that queries a cluster, with ``--timeout`` as its deadline.
 
         Such a command logs warnings and errors only, unless ``log_level`` was given.
         """
@@ -97,24 +100,24 @@ class Options:
 
 
 def current() -> Options:
-    """The options of the running command."""
+    """Return the options of the running command."""
     return options_of(click.get_current_context())
 
 
 def is_verbose(ctx: click.Context) -> bool:
-    """Whether ``-v`` was given."""
+    """Return whether ``-v`` was given."""
     return options_of(ctx).verbose
 
 
 def options_of(ctx: click.Context) -> Options:
-    """The options of a context, which those of the group and of the command share."""
+    """Return the options of a context, shared by the group and the command."""
     options = ctx.meta.setdefault(_META, Options())
     assert isinstance(options, Options)
     return options
 
 
 def with_deadline(config: Config, timeout_s: float) -> Config:
-    """The settings of a short-lived client with this deadline.
+    """Return the settings of a short-lived client with this deadline.
 
     A deadline must be longer than the time to detect a death. This process declares no node dead, so its own timeouts
     may shrink with the deadline; those of the cluster stay as they are.

@@ -1,4 +1,4 @@
-"""Where ``-o`` writes: a file is replaced atomically; a pipe or a device is written to."""
+"""Output of ``-o``: files are replaced atomically; pipes and devices are written to."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from kvd.errors import ConfigError
-from kvd.node.atomic_file import write_atomically
+from kvd.node.storage.atomic_file import write_atomically
 
 
 class Sink(Protocol):
-    """Something to write to, and nothing more: a pipe has no position, and a device may have no end."""
+    """Writable output without a position, such as a pipe or a device."""
 
     def write(self, data: bytes, /) -> object:
-        """Take these bytes."""
+        """Write these bytes."""
 
 
 def write_file(file: Path, save: Callable[[Sink], None]) -> None:
@@ -37,7 +37,7 @@ def write_file(file: Path, save: Callable[[Sink], None]) -> None:
 
 
 def _can_be_replaced(file: Path) -> bool:
-    """Whether the name leads, through all links, to a regular file or to nothing."""
+    """Return whether the name resolves to a regular file or to nothing."""
     try:
         return stat.S_ISREG(os.stat(file).st_mode)
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def _write_through(file: Path, save: Callable[[Sink], None]) -> None:
 
 
 class _Plain:
-    """Only the `write` of a stream. NumPy asks a file for its position, which a pipe does not have."""
+    """Stream with `write` alone: NumPy asks a file for its position, which a pipe does not have."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self.write = write

@@ -1,4 +1,4 @@
-"""What is written to stdout: a table for a person, columns for a pipe, JSON for a program."""
+"""Output on stdout: a table for a person, columns for a pipe, JSON for a program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STYLES = {
 
 
 def console() -> Console:
-    """A console on stdout, with colours if it is a terminal that shows them and ``NO_COLOR`` is not set."""
+    """Return a console on stdout, with colours if it is a terminal that shows them and ``NO_COLOR`` is unset."""
     # None turns bold off too, which rich's no_color does not
     system: Literal["auto"] | None = "auto" if terminal_colour(None, sys.stdout) else None
     return Console(file=sys.stdout, color_system=system, highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -72,14 +72,14 @@ def print_advice(lines: Sequence[str], *, err: bool = False) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped: names come from the network, and must not move the cursor."""
+    """Escape control characters: names come from the network, and must not move the cursor."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def size(count: float) -> str:
-    """A number of bytes, as people read it."""
+    """Return a number of bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -88,7 +88,7 @@ def size(count: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A duration, as people read it."""
+    """Return a duration for people."""
     if seconds < 0.001:
         return "less than 1 ms"
     if seconds < 1:
@@ -103,7 +103,7 @@ def lasting(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """How long ago something was."""
+    """Return a duration in the past for people, such as ``3 min ago``."""
     if seconds < 1:
         return "now"
     if seconds < 120:

@@ -1,4 +1,4 @@
-"""Slow paths between the nodes of a cluster, by its status: ways that could be quicker, the reason, and what to do."""
+"""Slow paths between the nodes of a cluster, from its status, with reason and remedy."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Final, NamedTuple
 
 from kvd.core.machine import BEING_OPENED
 from kvd.protocol.messages import PathKind
-from kvd.transport.sealing import OVER_TCP, reason_over_tcp, remedy_for
+from kvd.transport.links.sealing import OVER_TCP, reason_over_tcp, remedy_for
 from kvd_cli.copies import Report
 
 _GONE: Final = ("left", "dead", "gone", "lost")
 
 
 class _Way(NamedTuple):
-    """How messages travel between two nodes, such as "worker 0 → server 1"."""
+    """Path of messages between two nodes, such as "worker 0 → server 1"."""
 
     name: str
     path: str
@@ -23,7 +23,7 @@ class _Way(NamedTuple):
 
 
 def slow_paths(report: Report) -> list[str]:
-    """A line for each reason why values travel by a slower path than they could."""
+    """Return a line for each reason why values take a slower path than necessary."""
     within: dict[str, list[str]] = {}
     between: dict[str, list[str]] = {}
     for way in _ways(report):
@@ -61,7 +61,7 @@ def _remedy_within_host(reason: str) -> str:
 
 
 def _ways(report: Report) -> Iterator[_Way]:
-    """The path between each two nodes that are there, once it is decided."""
+    """Return the path between each pair of present nodes, once it is decided."""
     members = {f"{member['role']} {member['rank']}": member for member in report["members"]}
     by_incarnation = {member.get("incarnation"): name for name, member in members.items()}
     for server in report.get("servers", ()):

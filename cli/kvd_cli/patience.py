@@ -1,6 +1,6 @@
-"""What a person is told who waits for a command: one owner for all progress on stderr.
+"""Progress of waiting commands on stderr, with one owner.
 
-A command is silent while it is fast. What takes longer than `SILENT_FOR_S` is said: in a status line that vanishes if
+A command is silent while it is fast. Anything slower than `SILENT_FOR_S` is reported: in a status line that vanishes if
 stderr is a terminal, else in a line of its own, since a reader of a script's log wants to know where the time went.
 Nothing is written to stdout.
 """
@@ -27,7 +27,7 @@ SILENT_FOR_S: Final = 2.0
 
 @contextlib.contextmanager
 def told_when_slow(doing: str, config: Config) -> Iterator[Patience]:
-    """Says on stderr what the command does, once that has taken a while.
+    """Report on stderr what the command does, once it has taken a while.
 
     Args:
         doing: such as ``"waiting for the scheduler"``; how long that may take and how to end it is added.
@@ -44,7 +44,7 @@ def told_when_slow(doing: str, config: Config) -> Iterator[Patience]:
 
 
 class Patience:
-    """One thing that a command waits for."""
+    """One wait of a command."""
 
     def __init__(self, text: str) -> None:
         self._text = printable(text)
@@ -55,17 +55,17 @@ class Patience:
         self._status: Status | None = None  # of a terminal, once it is shown
 
     def begin(self) -> None:
-        """The time counts from now on."""
+        """Start the clock."""
         self._timer.start()
 
     def say(self, text: str) -> None:
-        """More is known of what it waits for, and that is worth saying now."""
+        """Report a new detail of the wait now."""
         self._timer.cancel()
         self._text = printable(text)
         self._show()
 
     def end(self) -> None:
-        """Waiting is over: nothing is said any more."""
+        """End the wait, and report nothing further."""
         self._timer.cancel()
         with self._lock:
             self._is_over = True

@@ -1,4 +1,4 @@
-"""Output of many processes on one terminal: the name of the node in front of each line."""
+"""Output of many processes on one terminal, each line prefixed with the name of its node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLAIN: Final = b"\x1b[0m"
 
 
 class Prefixer:
-    """Writes output to stdout and stderr, with the name of its node in front of each line. From any thread.
+    """Writer of prefixed lines to stdout and stderr, for any thread.
 
     A piece is written at once, straight to the descriptor: nothing is buffered. A slow reader slows the nodes down;
     nothing piles up here. If a node has begun a line and another one writes, that line is ended first.
@@ -49,7 +49,7 @@ class Prefixer:
 
 
 class _Cursor:
-    """Where the next output appears, on one terminal or in one file."""
+    """Position of the next output on one terminal or in one file."""
 
     def __init__(self, is_coloured: bool) -> None:
         self.is_coloured = is_coloured
@@ -59,7 +59,7 @@ class _Cursor:
         self._ended: set[tuple[str, str]] = set()  # owners of lines that were ended for others
 
     def write(self, owner: tuple[str, str], prefix: bytes, piece: bytes) -> None:
-        """Write a piece. A ``\\r`` in front of text sets the line back first."""
+        """Write a piece. A ``\\r`` in front of text returns to the start of the line first."""
         line = piece.lstrip(b"\r")
         with self._lock:
             if len(line) < len(piece) and line.strip(b"\r\n"):

@@ -1,4 +1,4 @@
-"""The commands of ``kvd``, and how their errors are shown."""
+"""Commands of ``kvd`` and the display of their errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 import kvd
 from kvd.errors import KvdError
-from kvd.node.exit_codes import exit_code_of
+from kvd.node.daemon.exit_codes import exit_code_of
 from kvd_cli import interrupts
 from kvd_cli.exit_codes import INTERRUPTED
 from kvd_cli.flags import common_options
@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "worker": "kvd_cli.daemons:worker",
     "launch": "kvd_cli.launch:launch",
     "status": "kvd_cli.cluster:status",
+    "top": "kvd_cli.top:top",
     "doctor": "kvd_cli.doctor:doctor",
     "jobs": "kvd_cli.jobs:jobs",
     "shutdown": "kvd_cli.jobs:shutdown",
@@ -45,14 +46,14 @@ COMMANDS: Final = {
 
 
 class Kvd(click.Group):
-    """The group of all commands: loads them when they are used, and turns errors into messages and exit codes."""
+    """Group of all commands: loads each on first use, and turns errors into messages and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the help."""
+        """Return the names in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name."""
+        """Return the command of this name."""
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
@@ -61,7 +62,7 @@ class Kvd(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is about to run; its module is imported now."""
+        """Return the command that is about to run, and import its module."""
         found = super().resolve_command(ctx, args)
         interrupts.command_begins()
         return found
@@ -94,7 +95,7 @@ def cli() -> None:
 
 
 def run() -> int:
-    """Run the command line with the arguments of this process; the exit code."""
+    """Run the command line with the arguments of this process, and return the exit code."""
     try:
         # not standalone: click would print "Aborted!" for an interrupt, and exit with 1
         code = cli.main(prog_name="kvd", standalone_mode=False)

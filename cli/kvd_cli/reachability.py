@@ -1,4 +1,4 @@
-"""Servers that do not answer, as they look from this host: why, and what to do."""
+"""Diagnosis of servers that do not answer this host."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _line(member: Report, finding: Finding) -> str:
 
 
 def _doubts(address: str) -> Iterator[str]:
-    """What is odd about an address."""
+    """Describe the oddities of an address."""
     try:
         where = parse_address(address)
     except ConfigError:

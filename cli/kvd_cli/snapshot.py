@@ -1,4 +1,4 @@
-"""Commands that write a snapshot of a job, and make one again: ``snapshot save``, ``snapshot restore``."""
+"""Commands that save and restore snapshots: ``snapshot save``, ``snapshot restore``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NICENESS = 10  # a snapshot may take longer; a step of the training that shares
 
 @click.group()
 def snapshot() -> None:
-    """Save the values of a job with the state of its optimizer, or make them again."""
+    """Save or restore the values of a job with the state of its optimizer."""
 
 
 @snapshot.command()
@@ -60,14 +60,14 @@ def save(path: Path) -> None:
     "--type",
     "type_",
     type=click.Choice(["dist_sync", "dist_async"]),
-    help="of the training that goes on; default: that of the snapshot",
+    help="mode of the training that continues; default: that of the snapshot",
 )
 @common_options()
 def restore(path: Path, type_: str | None) -> None:
-    """Make the keys of the snapshot PATH again, for the next program of a job that is not running.
+    """Restore the keys of the snapshot PATH for the next program of a job that is not running.
 
-    That program calls kv.restore, and goes on after the step of the snapshot. Nothing is made of a damaged snapshot, or
-    in a job that has keys.
+    That program calls kv.restore, and continues after the step of the snapshot. A damaged snapshot is refused, and so
+    is a job that has keys.
     """
     with interrupts.nothing_begun():
         from kvd.client.cluster.preparing import Preparation

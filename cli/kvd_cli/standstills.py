@@ -1,4 +1,4 @@
-"""Standstills of a job, by the status of its cluster: what has been waiting for too long, for whom, and what to do."""
+"""Standstills of a job, from the status of its cluster: overlong waits, the nodes to blame, and remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAKING_PART: Final = ("active", "returning")
 
 @dataclass(frozen=True, slots=True)
 class Standstills:
-    """What stands still.
+    """Overlong waits of a job.
 
     Attributes:
         findings: a line for each wait that has lasted too long.
@@ -29,7 +29,7 @@ class Standstills:
 
 
 class _Nodes:
-    """The nodes of a report, by name such as "worker 1"."""
+    """Nodes of a report by name, such as "worker 1"."""
 
     def __init__(self, report: Report) -> None:
         self._members = {f"{member['role']} {member['rank']}": member for member in report["members"]}
@@ -40,7 +40,7 @@ class _Nodes:
         }
 
     def is_known_to_be_gone(self, name: str) -> bool:
-        """Whether another line says what is wrong with the node: it is dead, lost, ended or missing."""
+        """Return whether another line reports the node as dead, lost, ended or missing."""
         member = self._members.get(name)
         return member is None or member["state"] in ("dead", "gone", "lost", "left") or member["process_ended"]
 
@@ -48,7 +48,7 @@ class _Nodes:
         return bool(self._members.get(name, {}).get("is_silent", False))
 
     def silent(self) -> list[str]:
-        """The nodes that take part and are not heard. A server that does not answer is reported as such."""
+        """Return the silent nodes that take part. A server that does not answer is reported elsewhere."""
         return [
             name
             for name, member in self._members.items()
@@ -59,7 +59,7 @@ class _Nodes:
         ]
 
     def taking_part(self) -> list[str]:
-        """The workers that rounds wait for, and that wait at no barrier themselves."""
+        """Return the workers that rounds wait for, without those that wait at a barrier."""
         return [
             name
             for name, member in self._members.items()
@@ -70,7 +70,7 @@ class _Nodes:
         ]
 
     def described(self, names: Sequence[str]) -> str:
-        """The nodes with what is needed to find their processes."""
+        """Describe the nodes with host and process id."""
         texts = [self._description(name) for name in names[:_NAMED]]
         more = len(names) - _NAMED
         return ", ".join(texts) + (f" and {more} more" if more > 0 else "")
@@ -83,7 +83,7 @@ class _Nodes:
         return f"{name} (node {member['node_id']}, process {member['pid']}{f' on host {host}' if host else ''})"
 
     def remedy(self, name: str) -> str:
-        """What to do about a node that others wait for."""
+        """Return the remedy for a node that others wait for."""
         member = self._members.get(name)
         if member is None:
             return ""
@@ -137,11 +137,11 @@ def standstills_of(report: Report) -> Standstills:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A wait for nodes: of a round, at a barrier, for a key.
+    """Wait for nodes: of a round, at a barrier, for a key.
 
     Attributes:
-        standstill_s: the age from which it is a finding; None if no age is.
-        usual_s: seconds that a step usually takes; None if that is not known.
+        standstill_s: the age from which it is a finding; None: never.
+        usual_s: usual duration of a step in seconds; None if unknown.
     """
 
     what: str
@@ -152,7 +152,7 @@ class _Wait:
 
     @property
     def is_unusual(self) -> bool:
-        """Whether it has lasted longer than a step."""
+        """Return whether the wait has lasted longer than a usual step."""
         return self.usual_s is None or self.age_s >= 2 * self.usual_s
 
 
@@ -184,7 +184,7 @@ def _patience(wait: _Wait) -> str:
 
 
 def _workers_behind(report: Report, nodes: _Nodes) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    """The workers of an asynchronous job that have stopped pushing while others go on, with their latest pushes."""
+    """Return the workers of an asynchronous job that stopped pushing while others continue, with their last pushes."""
     latest: dict[str, Mapping[str, Any]] = {}
     for server in _answered(report):
         for name, pushed in server.get("last_pushes", {}).items():
@@ -198,7 +198,7 @@ def _workers_behind(report: Report, nodes: _Nodes) -> Iterable[tuple[str, Mappin
 
 
 def _quiet(report: Report, nodes: _Nodes) -> list[str]:
-    """A line if no worker has pushed for long, although none waits for another."""
+    """Return a line if no worker has pushed for long although none waits for another."""
     paces = [
         (server["last_step_ago_s"], server["usual_step_s"])
         for server in _answered(report)

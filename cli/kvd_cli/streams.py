@@ -1,4 +1,4 @@
-"""stdout and stderr made safe: open, able to encode every character, with clear errors.
+"""Safe stdout and stderr: open, able to encode every character, with clear errors.
 
 The streams that a program starts with may be closed, full, or have an old encoding. `prepare` repairs them once, so
 that no command has to.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OutputError(OSError):
-    """stdout takes no more: the disk is full, or the terminal is gone."""
+    """Output cannot be written: the disk is full, or the terminal is gone."""
 
     def __str__(self) -> str:
         return f"cannot write to stdout: {self.strerror}; make room, or redirect it"
@@ -50,7 +50,7 @@ def forget_stdout() -> None:
 
 
 class _Stdout(io.FileIO):
-    """Raises errors that can be told from all other errors of the system."""
+    """Stdout with errors that differ from all other errors of the system."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -63,7 +63,7 @@ class _Stdout(io.FileIO):
 
 
 class _Stderr(io.FileIO):
-    """Never fails: there is no other place to report an error."""
+    """Stderr that never fails: there is no other place to report an error."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -85,7 +85,7 @@ def _open(descriptor: int) -> None:
 
 
 def _text(raw: Callable[..., io.FileIO], descriptor: int, old: TextIO | None) -> TextIO:
-    """A stream like the interpreter's own, if there is one."""
+    """Return a stream like the interpreter's own, if there is one."""
     binary = raw(descriptor, "w", closefd=False)
     unbuffered = isinstance(old, io.TextIOWrapper) and old.write_through
     by_line = descriptor == 2 or unbuffered or binary.isatty()

@@ -37,13 +37,13 @@ _DTYPES = (
 
 
 class OutFile(click.Path):
-    """A file to write to. ``json`` and ``table`` alone are refused: for most commands ``-o`` is the output format."""
+    """Parameter type of an output file. ``json`` and ``table`` are refused: elsewhere ``-o`` is the output format."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
+        """Return the path."""
         if value in OUTPUT_FORMATS:
             self.fail(
                 f"-o takes a file here. For the output format give --format {value}; to write to a file of this name, "
@@ -129,7 +129,7 @@ def pull(keys: tuple[str, ...], out: Path | None) -> None:
 
 
 def read_array(file: Path, dtype: str | None = None) -> Array:
-    """The array of a .npy file, converted to a dtype if one is given. Nothing in the file is executed.
+    """Read the array of a .npy file, converted to a dtype if one is given. Nothing in the file is executed.
 
     Raises:
         ConfigError: it cannot be read, or does not hold an array of numbers.
@@ -186,7 +186,7 @@ def write_arrays(file: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _for_npy(arrays: Sequence[Array]) -> list[Array]:
-    """The arrays in dtypes that .npy files have."""
+    """Return the arrays in dtypes that .npy files support."""
     if all(array.dtype.name != "bfloat16" for array in arrays):
         return list(arrays)
     click.echo(
@@ -210,7 +210,7 @@ _COLUMNS = ("SHAPE", "DTYPE", "BYTES", "MIN", "MAX", "MEAN")
 
 
 def _row(value: Array) -> list[object]:
-    """What a table says of a value."""
+    """Return the table row of a value."""
     summary = summarise("", value)
     shape = "×".join(map(str, value.shape)) or "scalar"
     figures = ["-" if summary[name] is None else summary[name] for name in ("min", "max", "mean")]
@@ -231,7 +231,7 @@ def _deliver(key: str, value: Array, out: Path | None) -> None:
 
 
 def summarise(key: str, value: Array) -> dict[str, Any]:
-    """A short description of an array. Numbers that JSON cannot hold become text."""
+    """Return a short description of an array. Numbers that JSON cannot hold become text."""
     wide = value.astype(np.float64)
     figures = (wide.min(), wide.max(), wide.mean()) if value.size else (None, None, None)
     named = dict(zip(("min", "max", "mean"), (_plain(figure) for figure in figures), strict=True))

@@ -1,4 +1,4 @@
-"""What a program says about gradient compression: a dict of plain values."""
+"""Compression options of a program: a dict of plain values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_ALL = ("min_bytes", "ef", "momentum", "mu", "state_dir", "pull")
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How this worker compresses what it pushes.
+    """Compression of this worker's pushes.
 
     Attributes:
         min_bytes: values of fewer bytes are sent plain.
@@ -39,7 +39,7 @@ class Compression:
 
 
 def parse(params: object) -> Compression | None:
-    """What ``set_gradient_compression`` is given; None: the type "none", no compression.
+    """Parse the argument of ``set_gradient_compression``. None stands for the type "none": no compression.
 
     Raises:
         ConfigError: it is no such dict. ``setting`` names the entry.
@@ -73,7 +73,7 @@ def _is_chosen(option: str, choice: str, value: object, other: str = "none") -> 
 
 
 def _mu(given: dict[object, object]) -> float:
-    """Takes the options of momentum out of those that are given."""
+    """Remove the options of momentum from the given ones, and return them."""
     if not _is_chosen("momentum", "nesterov", given.pop("momentum", "none")):
         require("mu", "mu" not in given, 'given with momentum "nesterov" only', given.get("mu"))
         return 0.0
@@ -83,7 +83,7 @@ def _mu(given: dict[object, object]) -> float:
 
 
 def _state_dir(given: dict[object, object], *, is_kept: bool) -> str:
-    """Takes it out of the options that are given."""
+    """Remove the state directory from the given options, and return it."""
     if "state_dir" not in given:
         return ""
     folder = given.pop("state_dir")

@@ -46,8 +46,10 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def known_compressors() -> Mapping[str, type[Compressor]]:
-    """The compressors by name. An entry point that cannot be used is left out, with a warning in the log: it must not
-    keep a server from starting."""
+    """Return the compressors by name.
+
+    An unusable entry point is left out with a warning in the log: it must not keep a server from starting.
+    """
     from importlib.metadata import entry_points  # takes a while, and most processes compress nothing
 
     found = dict(_BUILT_IN)
@@ -66,7 +68,7 @@ def known_compressors() -> Mapping[str, type[Compressor]]:
 
 
 def name_of(compressor: Compressor) -> str:
-    """The name of a compressor.
+    """Return the name of a compressor.
 
     Raises:
         ConfigError: its class is neither built in nor an installed entry point.
@@ -79,7 +81,7 @@ def name_of(compressor: Compressor) -> str:
 
 
 def _unusable(name: str, cls: object) -> str:
-    """Why an entry point is no compressor, in words; empty if it is one."""
+    """Return the reason why an entry point is no compressor; empty if it is one."""
     if name in _BUILT_IN or name == "none":
         return "the name belongs to kvd"
     if not (isinstance(cls, type) and issubclass(cls, Compressor) and dataclasses.is_dataclass(cls)):

@@ -34,8 +34,9 @@ class Compressor:
         """Raise ConfigError if a field of this compressor is out of its range."""
 
     def of_merged(self, count: int) -> Compressor | None:
-        """What servers encode the sum of ``count`` pushed values with; 1 if they are averaged. None: workers pull it
-        plain.
+        """Return the compressor for the sum of ``count`` pushed values, or None to send it plain.
+
+        ``count`` is 1 if the values are averaged.
 
         Raises:
             ConfigError: a field of that compressor is out of its range.
@@ -90,7 +91,7 @@ class TwoBit(Compressor):
             require("threshold", 2.0**-126 <= self.threshold < 2.0**127, "> 0 in float32", self.threshold)
 
     def of_merged(self, count: int) -> TwoBit:
-        """A threshold as much larger as the sum may be: what is left over stays below it then, in every round."""
+        """Scale the threshold with the largest possible sum, which bounds the residual in every round."""
         return self if self.threshold is None else TwoBit(self.threshold * count)
 
 
@@ -119,7 +120,7 @@ class OneBit(Compressor):
         require("threshold", abs(self.threshold) < 2.0**127, "a number of float32", self.threshold)
 
     def of_merged(self, count: int) -> OneBit | None:
-        """Of the mean: 1 and −1 cannot say a sum of several, and what is left over would grow from round to round."""
+        """Compress a mean only: 1 and −1 cannot express a sum, and residuals would grow from round to round."""
         return self if count == 1 else None
 
 
@@ -194,7 +195,7 @@ class Signs(Compressor):
     scaling: bool = True
 
     def of_merged(self, count: int) -> Signs | None:
-        """Without scaling, of the mean only: 1 and −1 cannot say a sum of several."""
+        """Without scaling, compress the mean only: 1 and −1 cannot express a sum."""
         return self if self.scaling or count == 1 else None
 
 
@@ -308,7 +309,7 @@ class PowerSGD(Compressor):
         require("seed", self.seed >= 0, "≥ 0", self.seed)
 
     def of_merged(self, count: int) -> None:
-        """A server has slices of values, and not their shapes."""
+        """Send sums plain: a server has slices of values without their shapes."""
         return
 
 

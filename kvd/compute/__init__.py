@@ -1,4 +1,4 @@
-"""What is calculated: arrays in and out, merging, and the optimizers. No sockets, no clocks, no decisions.
+"""Arithmetic: arrays in and out, merging, and the optimizers. No sockets, no clocks, no decisions.
 
 ``tensors`` turns whatever users bring into host arrays and back, ``arrays`` sums the arrays of several devices,
 ``merge`` adds the contributions of the workers in rank order, ``optimizers`` applies the result to the weights.

@@ -47,7 +47,7 @@ def sum_devices(values: Sequence[object], out: np.ndarray[Any, Any] | None = Non
 
 
 def summed_on_gpu(values: Sequence[object]) -> bool:
-    """Whether the sum of these is formed on a GPU: all are CuPy arrays, or all are torch tensors on GPUs."""
+    """Return whether these are summed on a GPU: all are CuPy arrays, or all are torch tensors on GPUs."""
     return all(map(is_cupy, values)) or all(
         is_torch(value) and value.is_cuda  # type: ignore[attr-defined]
         for value in values

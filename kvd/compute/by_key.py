@@ -1,4 +1,4 @@
-"""Optimizers with multipliers, as they are for one key; kept, since an update looks them up for each key."""
+"""Cache of optimizers with the multipliers of a key applied: an update looks one up for each key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _known: dict[int, _ByKey] = {}
 
 
 def optimizer_for(optimizer: Optimizer, key: str) -> Optimizer:
-    """The optimizer with the learning rate and the weight decay of a key: the same object for the same factors."""
+    """Return the optimizer with the learning rate and decay of a key: one object for equal factors."""
     if not optimizer.differs_by_key:
         return optimizer
     own = _known.get(id(optimizer))
@@ -46,7 +46,7 @@ def optimizer_for(optimizer: Optimizer, key: str) -> Optimizer:
 
 
 def first_of_runs(optimizer: Optimizer | None, keys: Sequence[str]) -> tuple[int, ...]:
-    """Where slices of these keys, side by side, cannot be updated in one go: the position of each first one.
+    """Divide adjacent slices of these keys into runs that are updated in one go. Return the first position of each.
 
     Returns:
         Positions in ascending order, the first of them 0; empty if all can be updated in one go.

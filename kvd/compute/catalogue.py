@@ -1,4 +1,4 @@
-"""Which arithmetic belongs to which optimizer."""
+"""Catalogue of kernels by optimizer."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def kernel_of(optimizer: Optimizer) -> Kernel | SliceKernel:
 
 
 def is_built_in(kernel: Kernel | SliceKernel) -> bool:
-    """Whether a kernel is ours: it keeps nothing from update to update, and raises no error in the midst of one."""
+    """Return whether a kernel is built in: stateless between updates, and free of errors within one."""
     # By the very type: a kernel derived from a built-in one may do anything.
     return type(kernel) in _KERNELS.values()
 
 
 def scalars(optimizer: Optimizer, step: int) -> tuple[float, ...]:
-    """The numbers of update ``step``, counted from 1: rescale_grad, clip_gradient, wd, then those of the kernel.
+    """Return the numbers of update ``step``, counted from 1: rescale_grad, clip_gradient, wd, then those of the kernel.
 
     Without ``clip_gradient`` the second is infinite; with a decoupled decay the third is 0. They are plain Python
     floats: together with the contributions they determine the update.

@@ -1,4 +1,4 @@
-"""Decides which loops are compiled: numba's, if it is installed, once there is enough work for them.
+"""Compilation of loops by numba, if installed, once there is enough work for them.
 
 The loops of :mod:`kvd.compute.jit` give the bits of the NumPy kernels, several times faster, so it does not matter when
 one takes the place of the other. Importing numba and compiling a loop take seconds, and no update waits for it: NumPy
@@ -67,18 +67,18 @@ class Loop:
         return self._function
 
     def use(self, function: Function) -> None:
-        """From now on, calculate with ``function``."""
+        """Calculate with ``function`` from now on."""
         self._asked = True
         self._function = function
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is compiled."""
+        """Return whether the loop is compiled."""
         return self._function is not None
 
 
 class _Compiler:
-    """Compiles one loop after the other, in a thread that ends when there is nothing left to do.
+    """Queue of loops to compile, with a thread that ends when the queue is empty.
 
     The thread is no daemon: LLVM must not be at work while the interpreter shuts down. At the end of the
     program the thread finishes its current loop, and starts no other.
@@ -152,7 +152,7 @@ def loop_for(name: str, source: np.dtype[Any], target: np.dtype[Any]) -> Loop:
 
 
 def id_loop(name: str, count: int) -> Function | None:
-    """The loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
+    """Return the loop of `ID_LOOPS` for so many row ids, or None if NumPy has to calculate this time."""
     return loop_for(name, _INT64, _INT64).ready(count * _WORK_OF_ID + _WORK_OF_IDS)
 
 
@@ -191,7 +191,7 @@ def warm_up(
 
 
 def warm_up_codecs() -> bool:
-    """The same for the loops of compressors."""
+    """Compile the loops of compressors now, and wait for it."""
     loops = [codec_loop(name) for name in ("magnitudes", "two_bit")]
     for loop in loops:
         _compiler.compile(loop)
@@ -221,7 +221,7 @@ def as_bits(array: Array, bits: np.dtype[Any] | None) -> Array:
 
 
 def are_contiguous(*groups: Sequence[Array]) -> bool:
-    """Whether the elements of every array lie one after the other, as the loops require it."""
+    """Return whether the elements of every array are contiguous, as the loops require."""
     for group in groups:  # no any() and all(): this is on the way of every small update
         for array in group:
             if not array.flags.c_contiguous:

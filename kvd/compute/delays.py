@@ -1,4 +1,4 @@
-"""What :class:`kvd.optimizer.DCASGD` makes of a gradient before it is applied as by SGD."""
+"""Delay compensation of gradients by :class:`kvd.optimizer.DCASGD`, before they are applied as by SGD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compensated(
     mode: MergeMode = "sum",
     samples: Sequence[int] | None = None,
 ) -> Array:
-    """The merged gradient at ``current``, estimated from that at ``pulled``, in the dtype of the accumulator.
+    """Return the merged gradient at ``current``, estimated from that at ``pulled``, in the dtype of the accumulator.
 
     An element that has not changed since gets no compensation, however large its gradient is.
 

@@ -43,5 +43,5 @@ def in_halves(work: Callable[[slice], None], count: int, elements: int) -> None:
 
 
 def processors() -> int:
-    """Those that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -70,7 +70,7 @@ def _implement(stub: Callable[..., Any], choose: Callable[..., Any], inline: str
 
 @_inlined
 def wide_bfloat16(bits: Any) -> Any:
-    """The float32 of the bits of a bfloat16: they are its upper half."""
+    """Return the float32 of the bits of a bfloat16: they are its upper half."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
@@ -106,7 +106,7 @@ def wide_float16(bits: Any) -> Any:
 
 @_inlined
 def narrow_float16(value: Any) -> Any:
-    """The bits of the float16 that is nearest to a float32, ties to even; infinity from 65520 on.
+    """Return the bits of the float16 that is nearest to a float32, ties to even; infinity from 65520 on.
 
     A result below 2⁻¹⁴ is rounded by adding 0.5, whose last bit is worth as much as that of a subnormal float16
     (F. Giesen, as above). NaN keeps its sign and the upper bits of its payload.
@@ -132,7 +132,7 @@ def narrow_float16(value: Any) -> Any:
 
 
 def _wide(bits: Any) -> Any:
-    """An element of a source as a number of the compute dtype."""
+    """Return an element of a source as a number of the compute dtype."""
     raise NotImplementedError
 
 
@@ -153,7 +153,7 @@ _implement(_wide, _choose_wide)
 
 
 def _rounded(value: Any, out: Any) -> Any:
-    """A number of the compute dtype as an element of ``out``."""
+    """Return a number of the compute dtype as an element of ``out``."""
     raise NotImplementedError
 
 
@@ -193,7 +193,7 @@ _implement(_keep, _choose_keep, inline="always")
 
 @_inlined
 def _first_numbers(numbers: Any) -> Any:
-    """The numbers that all optimizers share, as a tuple: what is called for each element takes no arrays.
+    """Return the numbers that all optimizers share, as a tuple: what is called for each element takes no arrays.
 
     LLVM would not inline a function that does: it counts the references to them.
     """

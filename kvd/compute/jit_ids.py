@@ -34,7 +34,7 @@ _mix = _njit(nogil=True)(_mix_of)
 
 
 def _home_of(row: Any, mask: Any) -> Any:
-    """The slot at which the search for an id begins."""
+    """Return the slot at which the search for an id begins."""
     return np.int64(_mix(np.uint64(row)) & np.uint64(mask))
 
 
@@ -139,7 +139,7 @@ def merge_ids(first: Any, second: Any, ids: Any, left: Any, right: Any) -> Any:
 
 
 def are_ascending(ids: Any) -> bool:
-    """Whether each id is larger than the one before."""
+    """Return whether the ids are strictly ascending."""
     wrong = np.int64(0)
     for k in range(1, ids.size):
         wrong += ids[k] <= ids[k - 1]
@@ -147,7 +147,7 @@ def are_ascending(ids: Any) -> bool:
 
 
 def count_ids(ids: Any) -> int:
-    """How many ids, which are ≥ 0, differ."""
+    """Return the number of distinct ids, which are ≥ 0."""
     slots = 2
     while slots < 2 * ids.size:
         slots *= 2

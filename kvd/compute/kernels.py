@@ -43,7 +43,7 @@ class Kernel(Protocol):
         ...
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The numbers of update ``step``, counted from 1, that are the same for all elements; always as many."""
+        """Return the numbers of update ``step``, counted from 1, that are the same for all elements; always as many."""
         ...
 
     def update_tile(
@@ -69,7 +69,7 @@ class Kernel(Protocol):
 
 
 def loop_name(kernel: object) -> str | None:
-    """The loop of :mod:`kvd.compute.jit` that equals a built-in kernel; None for all other kernels."""
+    """Return the loop of :mod:`kvd.compute.jit` that equals a built-in kernel; None for all other kernels."""
     # By the very type: a kernel derived from a built-in one may calculate something else.
     kind = type(kernel)
     if kind is AdamKernel:
@@ -161,7 +161,7 @@ class SGDKernel:
         return ("momentum",) if self.optimizer.momentum else ()
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The learning rate and the momentum."""
+        """Return the learning rate and the momentum."""
         return self.optimizer.rate(step), self.optimizer.momentum
 
     def update_tile(
@@ -250,7 +250,7 @@ class AdagradKernel:
         return ("sum",)
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The decayed learning rate and ε."""
+        """Return the decayed learning rate and ε."""
         rule = self.optimizer
         return rule.rate(step) / (1.0 + (step - 1) * rule.lr_decay), rule.epsilon
 

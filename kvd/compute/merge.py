@@ -61,21 +61,21 @@ class MergePlan(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the result is the one contribution itself, so that nothing has to be calculated."""
+        """True if the result is the single contribution itself, without arithmetic."""
         return len(self.contributions) == 1 and not self.weights and self.divisor is None
 
     @property
     def needs_no_scratch(self) -> bool:
-        """Whether the contributions are added just as they are, so that one tile needs nothing but the result."""
+        """True if the contributions are added unscaled, so that a tile needs only the result."""
         return self.accumulator == self.dtype and not self.weights
 
     @property
     def is_short(self) -> bool:
-        """Whether a compiled loop takes the contributions at once: they are one or two, of floats."""
+        """True if a compiled loop accepts the contributions at once: one or two, of floats."""
         return 1 <= len(self.contributions) <= 2 and self.dtype.kind not in "iu"
 
     def factors(self) -> tuple[float, float, float]:
-        """The numbers of a short merge as the compiled loops take them: a factor for each contribution, the divisor.
+        """Return the numbers of a short merge for compiled loops: a factor for each contribution, the divisor.
 
         What is multiplied or divided by 1 keeps its bits.
         """
@@ -86,17 +86,17 @@ class MergePlan(NamedTuple):
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which arrays of ``dtype`` are merged: float32 for float16 and bfloat16, else ``dtype`` itself."""
+    """Return the dtype for merging ``dtype``: float32 for float16 and bfloat16, else ``dtype`` itself."""
     return _FLOAT32 if is_half(dtype) else dtype
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is float16 or bfloat16."""
+    """Return whether ``dtype`` is float16 or bfloat16."""
     return dtype.itemsize == 2  # of the dtypes that a key can have, no other is that small
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is one of the integer dtypes."""
+    """Return whether ``dtype`` is an integer dtype."""
     return dtype.kind in "iu"
 
 
@@ -131,7 +131,7 @@ def merge(
 
 
 def _loop(plan: MergePlan, out: Array) -> Function | None:
-    """The compiled loop that is ready for this merge, if any."""
+    """Return the compiled loop that is ready for this merge, if any."""
     if not plan.is_short or (plan.needs_no_scratch and plan.divisor is None):
         return None  # adding two arrays is all that NumPy's own loop does
     if not are_contiguous(plan.contributions, (out,)):
@@ -232,7 +232,7 @@ def merge_tile(plan: MergePlan, part: slice, accumulator: Array, scratch: Array)
 
 
 def _term(plan: MergePlan, index: int, part: slice, buffer: Array) -> Array:
-    """One contribution as it is added: itself if nothing has to be calculated, else ``buffer`` filled with it."""
+    """Return one contribution as it is added: itself, or ``buffer`` filled with the converted values."""
     source = plan.contributions[index]
     if part is not EVERYTHING:
         source = source[part]

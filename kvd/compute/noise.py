@@ -31,7 +31,7 @@ class Noise:
         self._base = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
     def normal(self, start: int, count: int) -> Array:
-        """The numbers of the elements ``start`` to ``start + count``, float64, shape (count,)."""
+        """Return the numbers of the elements ``start`` to ``start + count``, float64, shape (count,)."""
         return quantiles(self._uniform(start, count))
 
     def _uniform(self, start: int, count: int) -> Array:
@@ -49,7 +49,7 @@ class Noise:
 
 
 def quantiles(uniform: Array) -> Array:
-    """What a standard normal number is below with these probabilities, each between 0 and 1."""
+    """Return the quantiles of the standard normal distribution for probabilities between 0 and 1."""
     offset = uniform - 0.5
     found = offset * _quotient(_CENTRE, 0.180625 - offset * offset)
     outer = np.flatnonzero(np.absolute(offset) > 0.425)

@@ -29,7 +29,7 @@ def norm(values: Array) -> float:
 
 
 def folded_sum(values: Array) -> float:
-    """The sum of all elements, which are overwritten: the latter half is added to the former until one is left."""
+    """Return the sum of all elements by adding the latter half to the former repeatedly. Overwrites the elements."""
     count = values.size
     while count > 1:
         half = count // 2

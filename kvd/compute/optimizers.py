@@ -167,7 +167,7 @@ class _Rule:
     def function(
         self, plan: MergePlan, current: Array, out: Array, slots: Sequence[Array], merged: Array | None
     ) -> Function | None:
-        """The compiled loop that is ready for this update, if any."""
+        """Return the compiled loop that is ready for this update, if any."""
         if plan.is_short and plan.dtype == current.dtype:
             loop = self._short if merged is None else self._keeping
         else:
@@ -248,7 +248,7 @@ def _update_slice(
 
 
 def _merged_tile(plan: MergePlan, part: slice, merged: Array | None, scratch: Scratch) -> Array:
-    """One tile of the merge, in ``merged`` if that is wanted: the one contribution itself, or else calculated."""
+    """Return one tile of the merge: the single contribution itself, or the result in ``merged``."""
     if merged is None and plan.is_plain and plan.dtype == plan.accumulator:
         return _cut(plan.contributions[0], part)
     gradient = scratch.gradient if merged is None else _cut(merged, part)
@@ -266,7 +266,7 @@ def _update_by_custom_kernel(
     tile: int,
     merged: Array | None,
 ) -> None:
-    """The same on a copy of the state, since the kernel may raise an error when it has updated some tiles."""
+    """Update a copy of the state, because a custom kernel may fail after some tiles."""
     after = state.copy()
     slots = _open_state(after, rule.slot_names, current)
     with np.errstate(all="ignore"):  # the kernel is not ours
@@ -285,7 +285,10 @@ def _update_compiled(
     tile: int,
     merged: Array | None,
 ) -> None:
-    """The same by a compiled loop: one or two contributions in one go, others merged tile by tile and then updated."""
+    """Update by a compiled loop.
+
+    One or two contributions take one pass; others are merged tile by tile and then applied.
+    """
     rescale, clip, wd = numbers[:3]
     factors = plan.factors() if plan.is_short else (1.0, 1.0, 1.0)
     cast = np.array((*factors, rescale, -clip, clip, wd, *numbers[3:]), plan.accumulator)

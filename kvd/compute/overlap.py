@@ -37,7 +37,7 @@ def device_memory(target: Any) -> Array:
 
 
 def overlaps_itself(memory: Array) -> bool:
-    """Whether several elements of an array lie at the same place, as those of an expanded tensor do."""
+    """Return whether several elements of an array share a place, as in an expanded tensor."""
     if memory.flags.forc or memory.size <= 1:
         return False
     axes = sorted((abs(step), count) for step, count in zip(memory.strides, memory.shape, strict=True) if count > 1)
@@ -52,7 +52,7 @@ def overlaps_itself(memory: Array) -> bool:
 
 
 def are_apart(targets: Sequence[Array], sizes: Integers, sources: Sequence[Array] | None = None) -> bool:
-    """Whether writing to one of the targets changes no other target, and no source but its own. By loops in C.
+    """Return whether writing to each target leaves other targets and foreign sources unchanged. By loops in C.
 
     Args:
         targets: contiguous arrays.
@@ -107,7 +107,7 @@ class _Address:
 
 
 def _span(memory: Array) -> tuple[int, int]:
-    """The addresses of the first byte of an array, and behind its last one."""
+    """Return the addresses of the first byte of an array, and behind its last one."""
     address = _address(memory)
     if memory.flags.c_contiguous:
         return address, address + memory.nbytes
@@ -118,14 +118,14 @@ def _span(memory: Array) -> tuple[int, int]:
 
 
 def _addresses(arrays: Sequence[Array]) -> Integers:
-    """Where the first elements of NumPy arrays lie."""
+    """Return the addresses of the first elements of NumPy arrays."""
     if _READS_OBJECTS:
         return _objects[np.fromiter(map(id, arrays), np.intp, len(arrays)) // _WORD]
     return np.array([_address(array) for array in arrays], np.intp)
 
 
 def _address(memory: Array) -> int:
-    """Where its first element lies."""
+    """Return the address of the first element."""
     address: int = memory.__array_interface__["data"][0]
     return address
 
@@ -138,7 +138,7 @@ def _share_memory(one: Array, other: Array) -> bool:
 
 
 def _some_coincide(axes: Sequence[tuple[int, int]], itemsize: int) -> bool:
-    """Whether two elements of an array share a byte.
+    """Return whether two elements of an array share a byte.
 
     Args:
         axes: step in bytes and number of elements of each axis.

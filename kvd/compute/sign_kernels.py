@@ -24,7 +24,7 @@ class SignumKernel:
         return ("momentum",) if self.optimizer.momentum else ()
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The learning rate, the momentum, 1 − momentum, and the factor of the decay."""
+        """Return the learning rate, the momentum, 1 − momentum, and the factor of the decay."""
         rule = self.optimizer
         rate = rule.rate(step)
         return rate, rule.momentum, 1.0 - rule.momentum, 1.0 - rate * rule.wd_lh

@@ -20,7 +20,7 @@ _TILE = 2**14
 
 
 class Place(NamedTuple):
-    """Which update of which slice it is; updates are counted from 1."""
+    """Identity of an update: the slice and the number of the update, from 1."""
 
     key: str
     slice_index: int
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class SliceKernel(Protocol):
-    """As :class:`kvd.compute.kernels.Kernel`, but for all n elements of a slice."""
+    """Kernel for all n elements of a slice, otherwise like :class:`kvd.compute.kernels.Kernel`."""
 
     @property
     def slot_names(self) -> Sequence[str]:
@@ -36,7 +36,7 @@ class SliceKernel(Protocol):
         ...
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The numbers of update ``step``, counted from 1, that are the same for all elements; always as many."""
+        """Return the numbers of update ``step``, counted from 1, that are the same for all elements; always as many."""
         ...
 
     def update_slice(
@@ -70,7 +70,7 @@ class LARSKernel:
         return ("momentum",) if self.optimizer.momentum else ()
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """The learning rate, the momentum, wd, eta and ε."""
+        """Return the learning rate, the momentum, wd, eta and ε."""
         rule = self.optimizer
         return rule.rate(step), rule.momentum, rule.wd, rule.eta, rule.epsilon
 
@@ -162,7 +162,7 @@ class SGLDKernel:
 
     @property
     def slot_names(self) -> Sequence[str]:
-        """None."""
+        """No slots."""
         return ()
 
     def scalars(self, step: int) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What an optimizer remembers about one slice, and how that is saved and loaded."""
+"""Optimizer state of one slice, and its form on disk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _FLOAT32 = {"master": "the master weights", "residual": "what compression has le
 
 @dataclass(slots=True)
 class SliceState:
-    """What an optimizer remembers about one slice, or, without one, its compression. A new optimizer starts with a new
-    one.
+    """State of one slice: of its optimizer, or without one, of its compression.
+
+    A new optimizer starts with a new state.
 
     Attributes:
         step: the updates that an optimizer made.
@@ -58,7 +59,7 @@ class SliceState:
         return arrays | {_SLOT_PREFIX + name: slot.copy() for name, slot in self.slots.items()}
 
     def checksum(self, before: int = 0) -> int:
-        """A CRC-32 of everything, continued from that of what comes before it."""
+        """Return a CRC-32 of everything, continued from that of what comes before it."""
         arrays = [("master", self.master)] if self.master is not None else []
         arrays += [("residual", self.residual)] if self.residual is not None else []
         arrays += sorted(self.slots.items())

@@ -1,4 +1,4 @@
-"""Whatever users bring (NumPy, torch, JAX, CuPy, buffers, numbers) as host arrays, and host arrays back into it.
+"""Conversion of users' arrays (NumPy, torch, JAX, CuPy, buffers, numbers) to host arrays and back.
 
 torch, CuPy and JAX are never imported here: a value can only belong to one of them if the user's program has imported
 it, so a look into ``sys.modules`` is enough.
@@ -141,22 +141,22 @@ def contiguous_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np
 
 
 def is_torch(value: object) -> bool:
-    """Whether ``value`` is a torch tensor, on whatever device."""
+    """Return whether ``value`` is a torch tensor on any device."""
     return _is_torch(value)
 
 
 def is_cupy(value: object) -> bool:
-    """Whether ``value`` is a CuPy array."""
+    """Return whether ``value`` is a CuPy array."""
     return _is_cupy(value)
 
 
 def is_parameter(value: object) -> bool:
-    """Whether ``value`` is a parameter of a torch module."""
+    """Return whether ``value`` is a parameter of a torch module."""
     return _belongs_to(value, "torch.nn", "Parameter")
 
 
 def has_address(tensor: Any) -> bool:
-    """Whether the memory of a torch tensor has a plain address, which that of some accelerators has not."""
+    """Return whether the memory of a torch tensor has a plain address, unlike that of some accelerators."""
     return tensor.device.type in ("cpu", "cuda")
 
 
@@ -180,7 +180,7 @@ def check_unmasked(value: object) -> None:
 
 
 def _readable(value: object) -> np.ndarray[Any, Any]:
-    """The array of ``_host_array``. Errors of other libraries become NotAllowed."""
+    """Return the array of ``_host_array``. Errors of other libraries become NotAllowed."""
     try:
         return _host_array(value)
     except (KvdError, MemoryError):
@@ -267,7 +267,7 @@ def _from_protocol(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _shares_memory(target: object) -> bool:
-    """Whether writing to the array of ``_host_array(target)`` writes to the target: not so for a mere ``__array__``."""
+    """Return whether writing to ``_host_array(target)`` writes to the target, unlike for a mere ``__array__``."""
     if isinstance(target, np.ndarray) or _is_torch(target):
         return True
     return _from_buffer(target) is not None or _from_dlpack(target) is not None
@@ -291,13 +291,15 @@ def _belongs_to(value: object, package: str, class_name: str) -> bool:
 
 
 def _tensor(value: object) -> Any:
-    """The same object for the type checker: torch is not there to be named."""
+    """Cast a value to a tensor for the type checker, without importing torch."""
     return value
 
 
 def _is_plain_memory(tensor: Any) -> bool:
-    """Whether the memory of a tensor holds its elements: it is on the host, with no negation left to be done. Raises
-    NotAllowed if it has no memory of its elements yet."""
+    """Return whether a tensor's memory holds its elements: on the host, without a pending negation.
+
+    Raises NotAllowed if its elements have no memory yet.
+    """
     _check_initialized(tensor)
     return tensor.device.type == "cpu" and not tensor.is_neg() and not tensor.is_conj()
 

@@ -1,4 +1,4 @@
-"""The settings: each is declared once, in `kvd.config.settings`. The environment is read in this package only.
+"""Settings, each declared once in `kvd.config.settings`. The environment is read in this package only.
 
 A setting has one name in three spellings: ``slice_bytes`` as a keyword and in the file, ``--slice-bytes`` as a flag,
 ``KVD_SLICE_BYTES`` as a variable.

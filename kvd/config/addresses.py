@@ -13,7 +13,7 @@ from kvd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address that sockets listen on or connect to.
+    """Address that a socket listens on or connects to.
 
     Attributes:
         scheme: ``"tcp"`` or ``"ipc"``.
@@ -29,12 +29,12 @@ class Address:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for all addresses of the machine."""
+        """Return whether the address stands for all addresses of the machine."""
         return self.scheme == "tcp" and self.host in ("*", "0.0.0.0", "::")
 
     @property
     def is_local(self) -> bool:
-        """Whether only processes on this machine can reach it."""
+        """Return whether only processes on this machine can reach the address."""
         if self.scheme == "ipc" or self.host in ("localhost", "lo"):
             return True
         try:
@@ -49,7 +49,7 @@ class Address:
 
 
 def tcp_address(host: str, port: int | str) -> str:
-    """The text of a tcp address; an IPv6 host gets its brackets."""
+    """Return the text of a tcp address, with brackets around an IPv6 host."""
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""Values that must agree: what is wrong between settings, or with one that is more than a number or a word.
+"""Checks of settings that must agree, or that are more than a number or a word.
 
 Each check gets the values it compares, and yields for each problem the setting to change and what to do.
 """
@@ -16,7 +16,7 @@ Problem = tuple[str, str]
 
 
 def address_problems(scheduler: str, bind: str) -> Iterator[Problem]:
-    """What is wrong with the addresses. An empty `bind` is the default."""
+    """Check the addresses. An empty `bind` is the default."""
     for name, text in (("scheduler", scheduler), ("bind", bind)):
         try:
             address = parse_address(text) if text or name == "scheduler" else None
@@ -31,7 +31,7 @@ def address_problems(scheduler: str, bind: str) -> Iterator[Problem]:
 
 
 def size_problems(*, slice_bytes: int, credit_bytes: int, memory_limit_bytes: int) -> Iterator[Problem]:
-    """What is wrong with the sizes."""
+    """Check the sizes."""
     if slice_bytes % 64:
         better = max(4 * KiB, slice_bytes // 64 * 64)
         yield "slice_bytes", f"slice_bytes = {slice_bytes} is not a multiple of 64: {better} is"
@@ -57,7 +57,7 @@ def time_problems(
     request_timeout_s: float,
     round_timeout_s: float,
 ) -> Iterator[Problem]:
-    """What is wrong with the intervals and timeouts."""
+    """Check the intervals and timeouts."""
     beat = heartbeat_interval_s
     for name, limit in (("server_timeout_s", server_timeout_s), ("worker_timeout_s", worker_timeout_s)):
         if limit < 2 * beat:
@@ -82,19 +82,19 @@ def time_problems(
 
 
 def identity_problems(node_id: str) -> Iterator[Problem]:
-    """What is wrong with this node's name. An empty one was not given."""
+    """Check the name of this node. An empty name was not given."""
     if node_id and not re.fullmatch(r"[!-~]{1,128}", node_id):
         yield "node_id", f"node_id = {node_id!r}: use up to 128 printable ASCII characters without spaces"
 
 
 def job_problems(job: str) -> Iterator[Problem]:
-    """What is wrong with the name of the job."""
+    """Check the name of the job."""
     if not re.fullmatch(r"[A-Za-z0-9_.+:-]{1,64}(@[0-9a-f]{1,16})?", job):
         yield "job", f"job = {job!r}: use 1 to 64 letters, digits and the characters . _ + : -"
 
 
 def key_problems(*, keyfile: str, allowed_keys: str, insecure: bool) -> Iterator[Problem]:
-    """Settings about keys that contradict each other."""
+    """Check that the settings about keys do not contradict each other."""
     for name, file in (("keyfile", keyfile), ("allowed_keys", allowed_keys)):
         if insecure and file:
             yield (
@@ -103,8 +103,27 @@ def key_problems(*, keyfile: str, allowed_keys: str, insecure: bool) -> Iterator
             )
 
 
+def metrics_problems(bind: str, token_file: str, *, insecure: bool) -> Iterator[Problem]:
+    """Beyond this host, metrics need a token."""
+    if not bind:
+        if token_file:
+            yield "metrics_bind", f"metrics_token_file = {token_file!r} needs an address: set metrics_bind to HOST:PORT"
+        return
+    try:
+        address = parse_address(f"tcp://{bind}")
+    except ConfigError:
+        yield "metrics_bind", f"metrics_bind = {bind!r}: an address is HOST:PORT, such as 127.0.0.1:9190"
+        return
+    if not (address.is_local or token_file or insecure):
+        yield (
+            "metrics_token_file",
+            f"metrics_bind = {bind!r} can be reached from other hosts: name a file with a token in metrics_token_file, "
+            "or listen at 127.0.0.1",
+        )
+
+
 def replica_problems(*, replicas: int, num_servers: int) -> Iterator[Problem]:
-    """Copies of a value lie on different servers. With 0 servers, their number is not known here."""
+    """Check that there are servers enough for the copies. 0 servers: their number is unknown here."""
     if 0 < num_servers < replicas:
         servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
         yield (
@@ -115,7 +134,7 @@ def replica_problems(*, replicas: int, num_servers: int) -> Iterator[Problem]:
 
 
 def snapshot_problems(snapshot_dir: str, snapshot_every: int, restore: str) -> Iterator[Problem]:
-    """Snapshots need a folder."""
+    """Check that snapshots have a folder."""
     given = [("snapshot_every", str(snapshot_every))] if snapshot_every else []
     given += [("restore", restore)] if restore != "off" else []
     for name, value in given if not snapshot_dir else ():
@@ -123,7 +142,7 @@ def snapshot_problems(snapshot_dir: str, snapshot_every: int, restore: str) -> I
 
 
 def loss_problems(*, on_worker_loss: str, num_workers: int) -> Iterator[Problem]:
-    """A single worker has nobody who could go on without it. With 0 workers, their number is not known here."""
+    """Check that others remain if a worker is lost. 0 workers: their number is unknown here."""
     if on_worker_loss == "shrink" and num_workers == 1:
         yield (
             "on_worker_loss",
@@ -146,7 +165,7 @@ def elastic_problems(*, num_workers: int, max_workers: int) -> Iterator[Problem]
 def quorum_problems(
     *, quorum: int, quorum_grace_s: float, num_workers: int, staleness: int | None, round_timeout_s: float
 ) -> Iterator[Problem]:
-    """A round goes on with a quorum of the workers. With 0 workers, their number is not known here."""
+    """Check the quorum against the number of workers. 0 workers: their number is unknown here."""
     if not quorum:
         return
     if 0 < num_workers < quorum:

@@ -1,4 +1,4 @@
-"""What the environment says besides the settings: systemd, colours, and what child processes inherit."""
+"""Environment variables other than settings: systemd, colours, launchers, and the environment of child processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS_OF_LAUNCHERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SystemdEnvironment:
-    """What systemd tells a service of ``Type=notify``.
+    """Variables that systemd passes to a service of ``Type=notify``.
 
     Attributes:
         notify_socket: path of the socket, or ``@`` and its abstract name; empty if nobody listens.
@@ -36,11 +36,11 @@ class SystemdEnvironment:
 
 
 def systemd_environment(environ: Mapping[str, str] | None = None, *, pid: int | None = None) -> SystemdEnvironment:
-    """Read ``NOTIFY_SOCKET``, ``WATCHDOG_USEC`` and ``WATCHDOG_PID``. What cannot be read counts as not set.
+    """Read ``NOTIFY_SOCKET``, ``WATCHDOG_USEC`` and ``WATCHDOG_PID``. Unreadable values count as unset.
 
     Args:
-        environ: the variables; ``None``: those of this process.
-        pid: the process that asks; ``None``: this one. A watchdog set up for another process does not watch it.
+        environ: the variables; None means those of this process.
+        pid: the process that asks; None means this one. A watchdog for another process does not count.
     """
     environ = os.environ if environ is None else environ
     usec = read_integer(environ.get("WATCHDOG_USEC", "")) or 0
@@ -52,14 +52,14 @@ def systemd_environment(environ: Mapping[str, str] | None = None, *, pid: int | 
 
 
 def credentials_directory(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder with the credentials that systemd gave this service; None if there is none."""
+    """Return the folder with the credentials that systemd gave this service, or None."""
     environ = os.environ if environ is None else environ
     folder = environ.get("CREDENTIALS_DIRECTORY", "").strip()
     return Path(folder) if folder else None
 
 
 def config_home(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder for this user's settings, as in the XDG Base Directory Specification; None without a home folder."""
+    """Return this user's folder for settings by the XDG Base Directory Specification, or None without a home folder."""
     environ = os.environ if environ is None else environ
     given = environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(given):  # the specification says to ignore others
@@ -74,14 +74,14 @@ def config_home(environ: Mapping[str, str] | None = None) -> Path | None:
 
 
 def child_environment(changes: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of a child process: this process's with `changes`, without what systemd told this one only."""
+    """Return the variables of a child process: this process's with `changes`, without those of systemd for this one."""
     environ = os.environ if environ is None else environ
     own = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
     return {name: value for name, value in environ.items() if name not in own} | dict(changes)
 
 
 def shared_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables by which programs are found, for a host with the same folders as this one."""
+    """Return the variables by which programs are found, for a host with the same folders."""
     environ = os.environ if environ is None else environ
     names = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
     return {name: environ[name] for name in names if name in environ}
@@ -90,7 +90,7 @@ def shared_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 def rank_variables(
     *, rank: int | None, world_size: int, local_rank: int, local_world_size: int | None
 ) -> dict[str, str]:
-    """The variables by which programs for torch and the like find their place. What is not known is left out.
+    """Return the variables by which torch and similar programs find their rank, without the unknown ones.
 
     Args:
         rank: of the worker; None: not known.
@@ -147,7 +147,7 @@ def rank_contradictions(rank: int, num_workers: int, environ: Mapping[str, str] 
 
 
 def with_unset(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:
-    """The variables with those of `additions` that are not set in them, or empty."""
+    """Return the variables with those of `additions` that are unset or empty in them."""
     return {**environ, **{name: value for name, value in additions.items() if not environ.get(name, "").strip()}}
 
 
@@ -175,17 +175,17 @@ def program_command(arguments: Sequence[str] | None = None, most_chars: int = 20
 
 
 def python_path(environ: Mapping[str, str] | None = None) -> str:
-    """Where this process looks for Python modules beside the installed ones (``PYTHONPATH``); empty if not set."""
+    """Return this process's ``PYTHONPATH``; empty if unset."""
     environ = os.environ if environ is None else environ
     return environ.get("PYTHONPATH", "")
 
 
 def terminal_colour(environ: Mapping[str, str] | None, stream: TextIO | None) -> bool:
-    """Whether to write colours to a stream: it is a terminal that can show them, and ``NO_COLOR`` is not set.
+    """Return whether a stream is a terminal that shows colours, and ``NO_COLOR`` is unset.
 
     Args:
-        environ: the variables; ``None``: those of this process.
-        stream: where the text goes; ``None``: nowhere, which is what Python has for a closed stream.
+        environ: the variables; None means those of this process.
+        stream: the output; None stands for a closed stream, as in Python.
     """
     environ = os.environ if environ is None else environ
     if stream is None or stream.closed or environ.get("NO_COLOR") or environ.get("TERM") == "dumb":

@@ -1,4 +1,4 @@
-"""How much memory there is for this process."""
+"""Memory limit of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine_memory_bytes(*, cgroup: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The memory of this machine, or of the control group that confines this process, in bytes.
+    """Return the memory of this machine, or of the control group that confines this process, in bytes.
 
     Args:
         cgroup: the file that names this process's group.

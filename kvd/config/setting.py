@@ -1,4 +1,4 @@
-"""What one setting is: its three spellings, how its text is read and checked, how its values are shown."""
+"""Declaration of one setting: its three spellings, and how its values are parsed, checked and shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS: Final[dict[str, Kind]] = {"str": "text", "bool": "boolean", "int": "inte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is known about one setting; the command line makes its flags from these.
+    """Description of one setting. The command line makes its flags from these.
 
     Attributes:
         name: the field of `Config`, and the key in the file.
@@ -64,7 +64,7 @@ class Setting:
             origin: where it was given, for the error.
 
         Raises:
-            ConfigError: it is not a value of this setting; the text says what is.
+            ConfigError: it is no value of this setting; the message says which values are.
         """
         if self.optional and (raw is None or (isinstance(raw, str) and raw.strip().lower() == "none")):
             return None
@@ -75,7 +75,7 @@ class Setting:
         return value
 
     def accepts(self, raw: object) -> bool:
-        """Return whether `parse` reads this."""
+        """Return whether `parse` accepts this value."""
         try:
             self.parse(raw)
         except ConfigError:
@@ -83,7 +83,7 @@ class Setting:
         return True
 
     def accepted(self) -> str:
-        """What this setting accepts, in words."""
+        """Describe the accepted values in words."""
         if self.choices:
             return " or ".join(choice or "nothing" for choice in self.choices)
         words = ACCEPTED[self.kind]
@@ -94,7 +94,7 @@ class Setting:
         return words + (", or none" if self.optional else "")
 
     def show(self, value: Value) -> str:
-        """The text of a value. `parse` reads it back to the same value."""
+        """Return the text of a value. `parse` restores the same value."""
         if value is None:
             return "none"
         if isinstance(value, bool):
@@ -139,7 +139,7 @@ def declare(
 
 
 def setting_of(field: dataclasses.Field[Any]) -> Setting:
-    """The setting that a field made by `declare` stands for."""
+    """Return the setting of a field that `declare` made."""
     return Setting(
         name=field.name,
         kind=_kind(field),

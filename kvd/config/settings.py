@@ -39,11 +39,13 @@ _OF_ONE_NODE: Final = frozenset(
         "run",
         "log_format",
         "log_level",
+        "metrics_bind",
+        "metrics_token_file",
         "role",
         "parent_pid",
     }
 )
-"""Settings in which the daemons of a cluster may well differ."""
+"""Settings that may differ between the daemons of a cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ class Config:
     )
     max_workers: int = declare(
         0,
-        "number of workers that may take part at a time, of which all beyond num_workers join later; 0: num_workers",
+        "most workers that may take part at a time; those beyond num_workers join later; 0: num_workers",
         minimum=0,
         used_by=("scheduler",),
     )
@@ -98,7 +100,7 @@ class Config:
     )
     merge: str = declare(
         "sum",
-        "how contributions are merged, of keys without a merge of their own",
+        "how pushed values are merged, for keys without a merge of their own",
         choices=("sum", "mean", "weighted"),
         used_by=("scheduler", "worker"),
     )
@@ -122,17 +124,17 @@ class Config:
 
     # Snapshots
     snapshot_dir: str = declare(
-        "", "folder of worker 0 with the snapshots of the job: those that are taken, and restored", used_by=("worker",)
+        "", "folder of worker 0 for the snapshots of the job, to save and to restore", used_by=("worker",)
     )
     snapshot_every: int = declare(
         0, "steps of loops over kv.steps after which a snapshot is taken; 0: never", minimum=0, used_by=("worker",)
     )
     snapshot_keep: int = declare(
-        3, "number of snapshots that stay; older ones are removed", minimum=1, used_by=("worker",)
+        3, "number of snapshots to keep; older ones are deleted", minimum=1, used_by=("worker",)
     )
     restore: str = declare(
         "off",
-        "what a new run begins with; auto: the newest snapshot in snapshot_dir, older: if damaged, the one before",
+        "start of a new run; auto: the newest snapshot in snapshot_dir, older: the one before if it is damaged",
         choices=("off", "auto", "older"),
         used_by=("worker",),
     )
@@ -167,9 +169,9 @@ class Config:
     )
     lanes: str = declare(
         "auto",
-        "short ways through a server for pushes that are repeated; they change no result and no message",
+        "faster paths through a worker for repeated operations; results and messages stay the same",
         choices=("auto", "off"),
-        used_by=("server",),
+        used_by=("worker",),
     )
     check_bound: bool = declare(
         False, "report writes to gradients of kv.bind before their push is done", used_by=("worker",)
@@ -210,17 +212,21 @@ class Config:
         used_by=("worker",),
     )
     notice_s: float = declare(
-        10.0, "after this time a call that waits says for whom", unit="s", minimum=0.02, used_by=("worker",)
+        10.0,
+        "time after which a waiting call logs the nodes that it waits for",
+        unit="s",
+        minimum=0.02,
+        used_by=("worker",),
     )
     on_worker_loss: str = declare(
         "fail",
-        "what happens when a worker dies: calls that wait for it fail, or wait for its return, or go on without it",
+        "when a worker dies, calls that wait for it fail, wait for its return, or continue without it",
         choices=("wait", "fail", "shrink"),
         used_by=("scheduler", "server"),
     )
     quorum: int = declare(
         0,
-        "number of workers after which a round in dist_sync waits for late ones for a moment only; 0: it waits for all",
+        "number of workers after which a round in dist_sync waits quorum_grace_s for the rest; 0: it waits for all",
         minimum=0,
         used_by=("scheduler",),
     )
@@ -237,6 +243,18 @@ class Config:
         "auto", "format of the log; auto: text on a terminal, else json", choices=("auto", "text", "json")
     )
     log_level: str = declare("info", "lowest level that is logged", choices=("debug", "info", "warning", "error"))
+
+    # Metrics
+    metrics_bind: str = declare(
+        "",
+        "HOST:PORT where Prometheus gets the metrics of this daemon; empty: nowhere",
+        used_by=("scheduler", "server"),
+    )
+    metrics_token_file: str = declare(
+        "",
+        "file with the token that a scrape has to send; beyond loopback one is needed",
+        used_by=("scheduler", "server"),
+    )
 
     # This process
     preferred_rank: int | None = declare(None, "rank to ask for", minimum=0, used_by=("worker",), fallback=("RANK",))
@@ -281,6 +299,7 @@ class Config:
             round_timeout_s=self.round_timeout_s,
         )
         yield from checks.snapshot_problems(self.snapshot_dir, self.snapshot_every, self.restore)
+        yield from checks.metrics_problems(self.metrics_bind, self.metrics_token_file, insecure=self.insecure)
         yield from checks.replica_problems(replicas=self.replicas, num_servers=self.num_servers)
 
     def check_role(self, role: Role) -> None:
@@ -314,11 +333,11 @@ class Config:
             )
 
     def memory_bound_bytes(self) -> int:
-        """The memory that a daemon may use, in bytes: `memory_limit_bytes`, or three quarters of the machine's."""
+        """Return the memory limit of a daemon in bytes: `memory_limit_bytes`, or three quarters of the machine's."""
         return self.memory_limit_bytes or machine_memory_bytes() * 3 // 4
 
     def slice_bytes_for(self, num_servers: int, *, given: bool) -> int:
-        """The size of a slice in a cluster of `num_servers`, in bytes.
+        """Return the slice size in bytes in a cluster of `num_servers`.
 
         It is `slice_bytes` if that was `given`. Else the servers share that size, at least 512 KiB each, so that a
         model spreads evenly over many servers.
@@ -328,15 +347,15 @@ class Config:
         return max(self.slice_bytes // max(1, num_servers), 512 * KiB) & -64
 
     def common_settings(self, role: Role) -> dict[str, str]:
-        """The settings that a role acts on and that nodes of a cluster usually share, as text by name."""
+        """Return the settings of a role that the nodes of a cluster usually share, as text by name."""
         used = [setting for setting in all_settings() if role in setting.used_by and setting.name not in _OF_ONE_NODE]
         return {setting.name: setting.show(getattr(self, setting.name)) for setting in used}
 
     def environment(self) -> dict[str, str]:
-        """The ``KVD_*`` variables that give a child process the values that differ from the default.
+        """Return the ``KVD_*`` variables that pass all values other than defaults to a child process.
 
-        They include what belongs to one process only (`node_id`, `bind`, `role`, the ranks, `parent_pid`): a caller
-        that starts several children sets those for each.
+        They include settings of one process (`node_id`, `bind`, `role`, the ranks, `parent_pid`): a caller that starts
+        several children sets those for each child.
         """
         changed = [setting for setting in all_settings() if getattr(self, setting.name) != setting.default]
         return {setting.env: setting.show(getattr(self, setting.name)) for setting in changed}
@@ -344,10 +363,10 @@ class Config:
 
 @functools.cache
 def all_settings() -> tuple[Setting, ...]:
-    """All settings, in the order of their declaration."""
+    """Return all settings in the order of their declaration."""
     return tuple(setting_of(field) for field in dataclasses.fields(Config))
 
 
 def named_setting(name: str) -> Setting:
-    """The setting with this name, which has to be one."""
+    """Return the setting with this name, which must exist."""
     return next(setting for setting in all_settings() if setting.name == name)

@@ -1,4 +1,4 @@
-"""Where the value of a setting comes from: the keyword or flag, the variable, the file, other launchers, the default.
+"""Sources of settings: the keyword or flag, the variable, the file, other launchers, the default.
 
 `load` asks in this order: the keyword or flag, the ``KVD_*`` variable, the file, the variables of other launchers
 (``DMLC_*``, ``RANK`` …), the default.
@@ -32,7 +32,7 @@ _EMPTY: Final[Mapping[str, object]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `load` found.
+    """Result of `load`.
 
     Attributes:
         config: the settings.
@@ -45,14 +45,14 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
     def is_given(self, setting: str) -> bool:
-        """Whether the value of a setting is not the default, or was given all the same."""
+        """Return whether the value of a setting was given, or differs from the default."""
         return self.origin.get(setting, "default") != "default"
 
     def environment(self) -> dict[str, str]:
         """Like `Config.environment`, plus the values that were given and equal the default.
 
-        A child reads the same file and the same variables as this process; a flag that set a value back to its
-        default must win there too.
+        A child reads the same file and variables as this process. A flag that restored a default here must win in the
+        child, too.
         """
         given = [setting for setting in all_settings() if self.origin[setting.name] != "default"]
         return {setting.env: setting.show(getattr(self.config, setting.name)) for setting in given}
@@ -101,7 +101,7 @@ def _look_up(
     environ: Mapping[str, str],
     from_file: Mapping[str, tuple[object, str]],
 ) -> tuple[object, str]:
-    """The value of one setting as it was given, and where."""
+    """Return the value of one setting as given, and its origin."""
     if setting.name in overrides and (setting.optional or overrides[setting.name] is not None):
         return overrides[setting.name], overrides_from
     if setting.env in environ and (environ[setting.env].strip() or setting.default == ""):
@@ -141,7 +141,7 @@ def _find_file(environ: Mapping[str, str], file: Path | None) -> Path | None:
 
 
 def _read_file(path: Path | None) -> dict[str, tuple[object, str]]:
-    """The settings of a TOML file, each with ``FILE:LINE``."""
+    """Read the settings of a TOML file, each with ``FILE:LINE``."""
     if path is None:
         return {}
     import tomllib  # most programs have no file
@@ -160,7 +160,7 @@ def _read_file(path: Path | None) -> dict[str, tuple[object, str]]:
 
 
 def _line_of(name: str, text: str) -> int:
-    """The line on which a file's table or setting begins, from 1."""
+    """Return the line on which a table or setting begins, from 1."""
     declaration = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[=.\]]""")
     return next((number for number, line in enumerate(text.splitlines(), 1) if declaration.match(line)), 1)
 
@@ -175,7 +175,7 @@ def _refuse_unknown(names: Mapping[str, object], source: str) -> None:
 
 
 def _notes(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables whose names are close to a setting's. Not errors: other programs may own names that begin with KVD_."""
+    """List variables that look like misspelt settings: no errors, since other programs may own names with KVD_."""
     known = {setting.env for setting in all_settings()} | {"KVD_CONFIG"}
     strange = sorted(name for name in environ if name.startswith("KVD_") and name not in known)
     close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in strange}
@@ -183,7 +183,7 @@ def _notes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _with_origins(error: ConfigError, origin: Mapping[str, str]) -> ConfigError:
-    """The same error, saying where the settings that it names were given."""
+    """Return the error with the origins of the settings that it names."""
     text = str(error)
     given = [f"{n} from {o}" for n, o in origin.items() if o != "default" and re.search(rf"\b{n}\b", text)]
     return ConfigError(f"{text} ({', '.join(given)})" if given else text, setting=error.setting)

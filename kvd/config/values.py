@@ -1,4 +1,4 @@
-"""The values of settings as text: how each kind is read and shown.
+"""Parsers and texts for each kind of setting.
 
 Sizes are whole bytes, or numbers with ``KiB``, ``MiB``, ``GiB``, ``TiB`` (``8M`` is ``8MiB``: powers of 1024 only).
 Durations are seconds, or numbers with ``ms``, ``s``, ``m``, ``h``. Whole numbers and sizes are read exactly, never
@@ -48,20 +48,20 @@ _BOOLEANS: Final = {
 
 
 def read_text(raw: object) -> str | None:
-    """A text, or a path as text. No text holds a zero byte."""
+    """Read a text or a path. No text holds a zero byte."""
     text = os.fspath(raw) if isinstance(raw, os.PathLike) else raw
     return text.strip() if isinstance(text, str) and "\0" not in text else None
 
 
 def read_boolean(raw: object) -> bool | None:
-    """A boolean, or one of the words for it."""
+    """Read a boolean, or a word for one."""
     if isinstance(raw, bool):
         return raw
     return _BOOLEANS.get(raw.strip().lower()) if isinstance(raw, str) else None
 
 
 def read_integer(raw: object) -> int | None:
-    """A whole number, exactly."""
+    """Read a whole number exactly."""
     number = raw
     if isinstance(raw, str):
         text = raw.strip()
@@ -72,7 +72,7 @@ def read_integer(raw: object) -> int | None:
 
 
 def read_size(raw: object) -> int | None:
-    """A number of bytes, exactly. A fraction is accepted if it comes to whole bytes: ``0.5KiB``."""
+    """Read a number of bytes exactly. Fractions are accepted if they give whole bytes: ``0.5KiB``."""
     if not isinstance(raw, str):
         return read_integer(raw)
     match = _SIZE.fullmatch(raw.strip())
@@ -84,7 +84,7 @@ def read_size(raw: object) -> int | None:
 
 
 def read_duration(raw: object) -> float | None:
-    """Seconds, finite."""
+    """Read a finite number of seconds."""
     if isinstance(raw, str):
         match = _DURATION.fullmatch(raw.strip())
         if match is None:
@@ -113,7 +113,7 @@ READERS: Final[Mapping[Kind, Callable[[object], str | int | float | bool | None]
 
 
 def size_text(size: int) -> str:
-    """The text of a size, with the largest unit that divides it."""
+    """Return the text of a size with the largest unit that divides it."""
     for suffix, unit in (("GiB", 1 << 30), ("MiB", MiB), ("KiB", KiB)):
         if size and size % unit == 0:
             return f"{size // unit}{suffix}"
@@ -121,7 +121,7 @@ def size_text(size: int) -> str:
 
 
 def quoted(raw: object) -> str:
-    """A value as an error quotes it: as Python writes it, but not page after page."""
+    """Return a value as an error quotes it: its repr, shortened."""
     if isinstance(raw, int) and abs(raw) >= _LIMIT:
         return f"an integer of {raw.bit_length()} bits"  # Python refuses to print the longest ones
     text = repr(raw)

@@ -1,7 +1,7 @@
 """The interface between the machines and their shell: events in, effects out.
 
 A machine is a deterministic function of its events: the same state and the same event give the same effects. The shell
-(`kvd.node.driver`, or the simulator) carries out the effects and reports their results as events.
+(`kvd.node.shell.driver`, or the simulator) carries out the effects and reports their results as events.
 """
 
 from __future__ import annotations

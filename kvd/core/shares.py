@@ -34,6 +34,15 @@ class Shares:
         left = limit - self._taken - count
         return left >= 0 and self._of.get(owner, 0) + count <= max(self._few, 2 * left)
 
+    def take_if_room(self, owner: Hashable, count: int, limit: int) -> bool:
+        """Take so many places, if the owner may."""
+        left, mine = limit - self._taken - count, self._of.get(owner, 0) + count
+        if left < 0 or mine > max(self._few, 2 * left):
+            return False
+        self._of[owner] = mine
+        self._taken += count
+        return True
+
     def take(self, owner: Hashable, count: int) -> None:
         self._of[owner] = self._of.get(owner, 0) + count
         self._taken += count

@@ -54,7 +54,7 @@ def load(test_fraction: float = 0.2, seed: int = 0) -> Digits:
 
 
 def _read() -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Images (1797, 8, 8) and labels (1797,), both uint8, in the order of the source."""
+    """Return images (1797, 8, 8) and labels (1797,), both uint8, in the order of the source."""
     file = resources.files("kvd.data").joinpath("digits.npz")
     with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as arrays:
         return arrays["images"], arrays["labels"]

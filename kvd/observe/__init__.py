@@ -1,1 +1,1 @@
-"""What people and supervisors see of a process: its log and its messages to systemd."""
+"""Output of a process for people and supervisors: its log and its messages to systemd."""

@@ -76,7 +76,7 @@ def event(logger: logging.Logger, level: int, message: str, /, **fields: object)
 
 
 def level_of(line: bytes) -> int | None:
-    """The level of a line that `configure` wrote without colours, in either format; None: it is no such line.
+    """Return the level of a line that `configure` wrote without colours, in either format; None: it is no such line.
 
     Text names no level below a warning: such a line counts as ``logging.INFO``.
     """
@@ -93,7 +93,7 @@ def level_of(line: bytes) -> int | None:
 
 
 class Throttle:
-    """Lets one warning of each kind through per interval, and counts the swallowed ones.
+    """Rate limit of warnings: one of each kind per interval; suppressed ones are counted.
 
     A peer that sends garbage must not fill the log, nor the memory with ever new kinds: beyond `max_keys` kinds, the
     one that was let through longest ago is forgotten.
@@ -109,7 +109,7 @@ class Throttle:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()  # the one let through longest ago comes first
 
     def allow(self, now: float, key: str = "") -> bool:
-        """Whether a warning of the kind `key` may be written at the time `now` (seconds of any steady clock)."""
+        """Return whether a warning of the kind `key` may be written at the time `now` (seconds of any steady clock)."""
         kind = self._kinds.get(key)
         if kind is not None and now - kind.allowed_at < self._interval_s:
             kind.held_back += 1
@@ -122,13 +122,13 @@ class Throttle:
         return True
 
     def swallowed(self, key: str = "") -> int:
-        """How many of the kind `key` were swallowed before the last one that was let through."""
+        """Return the number of suppressed warnings of the kind `key` before the last written one."""
         kind = self._kinds.get(key)
         return 0 if kind is None else kind.held_back_before
 
 
 class _Kind:
-    """What a `Throttle` knows of one kind of warning."""
+    """State of a `Throttle` for one kind of warning."""
 
     __slots__ = ("allowed_at", "held_back", "held_back_before")
 
@@ -150,7 +150,7 @@ class JsonFormatter(logging.Formatter):
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of JSON."""
+        """Return the record as one line of JSON."""
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "ts": f"{moment}.{int(record.msecs):03d}Z",
@@ -176,7 +176,7 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line for a person."""
+        """Return the record as a line for a person."""
         moment = self._paint(_DIM, time.strftime("%H:%M:%S", time.localtime(record.created)))
         message = _printable(_message(record))
         if record.levelno >= logging.WARNING:
@@ -195,7 +195,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Escapes what the stream cannot encode, and gives up silently when it is gone: there is no other place to log."""
+    """Log handler that escapes unencodable text, and gives up silently when its stream is gone."""
 
     def format(self, record: logging.LogRecord) -> str:
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
@@ -220,7 +220,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _traceback(error: BaseException) -> str:
-    """The end of the traceback, which says more than its beginning."""
+    """Return the end of the traceback, which is more useful than its beginning."""
     try:
         return "".join(traceback.format_exception(error)).rstrip("\n")[-MAX_TEXT:]
     except Exception:  # noqa: BLE001 - a message must not be lost because its exception is broken
@@ -232,7 +232,7 @@ def _error(record: logging.LogRecord) -> BaseException | None:
 
 
 def _text(value: object, prefix: str = "") -> str:
-    """The text of any value, cut to `MAX_TEXT` characters."""
+    """Return the text of any value, cut to `MAX_TEXT` characters."""
     try:
         return f"{prefix}{value}"[:MAX_TEXT]
     except Exception:  # noqa: BLE001 - its __str__ may raise anything
@@ -240,7 +240,7 @@ def _text(value: object, prefix: str = "") -> str:
 
 
 def _plain(value: object, depth: int = 0) -> Any:
-    """A value in a form that JSON can hold."""
+    """Return a value in a form that JSON can hold."""
     if value is None or isinstance(value, bool):
         return value
     if type(value) is int and abs(value) < 1 << 63:
@@ -255,13 +255,13 @@ def _plain(value: object, depth: int = 0) -> Any:
 
 
 def _word(value: object) -> str:
-    """A value as one word of a line."""
+    """Return a value as one word of a line."""
     text = _printable(_text(value))
     return json.dumps(text, ensure_ascii=False) if not text or any(c in text for c in ' "=') else text
 
 
 def _printable(text: str) -> str:
-    """The text with line ends, escape sequences and the like made visible."""
+    """Return the text with line ends and escape sequences made visible."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

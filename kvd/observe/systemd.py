@@ -14,7 +14,7 @@ MAX_STATUS: Final = 1024
 
 
 class Notifier:
-    """Tells systemd the state of this service. Does nothing if systemd did not start the service.
+    """Notifier of systemd about the state of this service. Inactive if systemd did not start the service.
 
     No method blocks or raises; each returns whether its message was taken. The next watchdog message makes up for a
     lost one.
@@ -42,15 +42,15 @@ class Notifier:
         self.watchdog_interval_s: float | None = watchdog_usec / 2e6 if watched else None
 
     def ready(self, status: str = "") -> bool:
-        """Startup is complete; systemd starts the services that come after this one."""
+        """Report that startup is complete; systemd then starts the services that come after this one."""
         return self._send("READY=1", status)
 
     def watchdog(self) -> bool:
-        """The service is alive. Call it from the loop that does the work, or it proves nothing."""
+        """Report that the service is alive. Call it from the loop that does the work, or it proves nothing."""
         return self.watchdog_interval_s is not None and self._send("WATCHDOG=1")
 
     def stopping(self, status: str = "") -> bool:
-        """The service has begun to stop."""
+        """Report that the service has begun to stop."""
         return self._send("STOPPING=1", status)
 
     def status(self, text: str) -> bool:

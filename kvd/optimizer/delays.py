@@ -1,4 +1,4 @@
-"""Optimizers that allow for what has happened to a weight since its worker pulled it."""
+"""Optimizers with delay compensation: they account for updates since a worker pulled the weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks for every field of an optimizer or a schedule, whether a person or a peer wrote it."""
+"""Checks of the fields of optimizers and schedules, from programs and from peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_COUNT = 2**53
 
 
 def shown(value: object) -> str:
-    """The repr of ``value`` for a message: short, and never an error of its own."""
+    """Return a short repr of ``value`` for a message; it never raises."""
     try:
         return repr(value)[:80]
     except ValueError:  # Python refuses to print integers of thousands of digits
@@ -120,7 +120,7 @@ _KINDS: dict[type, dict[str, tuple[type, ...]]] = {}
 
 
 def kinds(cls: type) -> Mapping[str, tuple[type, ...]]:
-    """The fields of a dataclass, each with the types that its annotation admits, in the order of declaration."""
+    """Return the fields of a dataclass, each with the types that its annotation admits, in the order of declaration."""
     if cls not in _KINDS:
         _KINDS[cls] = _resolve(cls)
     return _KINDS[cls]

@@ -24,7 +24,7 @@ class Multipliers(Mapping[str, float]):
         self._patterns = [name for name in self._entries if "*" in name]
 
     def of(self, key: str) -> float:
-        """The factor of a key: that of its name, else of the first pattern that fits, else 1."""
+        """Return the factor of a key: that of its name, else of the first pattern that fits, else 1."""
         factor = self._entries.get(key)
         if factor is not None:
             return factor
@@ -63,7 +63,10 @@ NO_MULTIPLIERS = Multipliers()
 
 
 def _fits(pattern: str, key: str) -> bool:
-    """Whether the key is the pattern with any text in place of each ``*``; takes no longer than the two are long."""
+    """Return whether the key matches the pattern, in which ``*`` stands for any text.
+
+    The time is linear in both lengths.
+    """
     first, *middle, last = pattern.split("*")
     at, end = len(first), len(key) - len(last)
     if at > end or not key.startswith(first) or not key.endswith(last):

@@ -1,4 +1,4 @@
-"""Optimizers for workers that train by themselves for many steps and then push how far their weights have come.
+"""Outer optimizers for workers that train alone for many steps and then push the change of their weights.
 
 The letters, and the steps that all optimizers share, are those of :mod:`kvd.optimizer.rules`. What is pushed is the
 weight before minus the weight after, so that it stands where a gradient does. For workers that meet in rounds

@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def known_optimizers() -> dict[str, type[Optimizer]]:
-    """The optimizers by the name that they have on the wire.
+    """Return the optimizers by the name that they have on the wire.
 
     The built-in ones go by the name of their class, an installed one by the name of its entry point in the group
     ``kvd.optimizers``. Entry points are loaded once per process; one that cannot be used is left out with a warning
@@ -60,7 +60,7 @@ def known_optimizers() -> dict[str, type[Optimizer]]:
 
 
 def row_error(optimizer: Optimizer, key: str) -> str:
-    """Why an optimizer cannot update single rows of a table, in the user's words; empty if it can."""
+    """Return the reason why an optimizer cannot update single rows of a table; empty if it can."""
     kind = type(optimizer)
     if getattr(optimizer, "kernel", None) is not None or (kind in _BUILT_IN.values() and kind.updates_rows):
         return ""
@@ -69,7 +69,7 @@ def row_error(optimizer: Optimizer, key: str) -> str:
 
 
 def slots_of(optimizer: Optimizer | None) -> int:
-    """How many numbers an optimizer keeps of each element, at most. An installed one may keep as many as any."""
+    """Return the most numbers that an optimizer keeps per element. An installed one may keep as many as any."""
     if optimizer is None:
         return 0
     if getattr(optimizer, "kernel", None) is not None:
@@ -107,7 +107,7 @@ def _installed() -> dict[str, type[Optimizer]]:
 
 
 def _unusable(name: str, cls: object) -> str:
-    """Why an entry point is no optimizer, in words; empty if it is one."""
+    """Return the reason why an entry point is no optimizer; empty if it is one."""
     if name in _BUILT_IN:
         return "the name belongs to a built-in optimizer"
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):

@@ -1,4 +1,4 @@
-"""What all optimizers share, and those that most programs use: their fields, formulas, and where these come from.
+"""Base class of all optimizers, and the most common ones: their fields, formulas and sources.
 
 In every formula ``w`` is the weight, ``t`` the number of this update counted from 1, ``η`` the learning rate of update
 ``t``, and ``g`` the gradient after the steps that all optimizers share, in this order::
@@ -78,16 +78,16 @@ class Optimizer:
         """Raise ConfigError if a field of this optimizer is out of its range."""
 
     def rate(self, step: int) -> float:
-        """The learning rate of update ``step``, counted from 1."""
+        """Return the learning rate of update ``step``, counted from 1."""
         return rate_at(self.learning_rate, step)
 
     @property
     def differs_by_key(self) -> bool:
-        """Whether keys have learning rates or weight decays of their own."""
+        """Return whether keys have learning rates or weight decays of their own."""
         return bool(getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None))
 
     def for_key(self, key: str) -> Optimizer:
-        """The same optimizer with the learning rate and the weight decay of one key, and without multipliers."""
+        """Return the optimizer with the learning rate and the weight decay of one key, without multipliers."""
         changes: dict[str, Any] = {}
         for name in ("lr_mult", "wd_mult"):
             factors = getattr(self, name, None)

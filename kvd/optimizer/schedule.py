@@ -28,7 +28,7 @@ class Schedule:
         """Raise ConfigError if a field is out of its range."""
 
     def at(self, step: int) -> float:
-        """The learning rate of update ``step`` ≥ 1."""
+        """Return the learning rate of update ``step`` ≥ 1."""
         raise NotImplementedError(f"{type(self).__name__} does not say its learning rate")
 
 
@@ -54,7 +54,7 @@ class Step(Schedule):
         require("factor", 0 < self.factor <= 1, "in (0, 1]", self.factor)
 
     def at(self, step: int) -> float:
-        """The learning rate of update ``step`` ≥ 1."""
+        """Return the learning rate of update ``step`` ≥ 1."""
         drops = (step - 1) // self.step
         return float(self.base * self.factor**drops)
 
@@ -81,7 +81,7 @@ class Cosine(Schedule):
         _check_way(self.base, self.steps, self.final)
 
     def at(self, step: int) -> float:
-        """The learning rate of update ``step`` ≥ 1."""
+        """Return the learning rate of update ``step`` ≥ 1."""
         done = min(step - 1, self.steps) / self.steps
         return self.final + (self.base - self.final) * ((1.0 + math.cos(math.pi * done)) / 2.0)
 
@@ -111,7 +111,7 @@ class Polynomial(Schedule):
         require("power", self.power > 0, "> 0", self.power)
 
     def at(self, step: int) -> float:
-        """The learning rate of update ``step`` ≥ 1."""
+        """Return the learning rate of update ``step`` ≥ 1."""
         left = 1.0 - min(step - 1, self.steps) / self.steps
         return float(self.final + (self.base - self.final) * left**self.power)
 
@@ -140,7 +140,7 @@ class Warmup(Schedule):
             require("inner", self.inner >= 0, "≥ 0", self.inner)
 
     def at(self, step: int) -> float:
-        """The learning rate of update ``step`` ≥ 1."""
+        """Return the learning rate of update ``step`` ≥ 1."""
         if step > self.steps:
             return rate_at(self.inner, step - self.steps)
         return rate_at(self.inner, 1) * (step / self.steps)
@@ -154,7 +154,7 @@ class Scaled(Schedule):
     factor: float
 
     def at(self, step: int) -> float:
-        """The learning rate of update ``step`` ≥ 1."""
+        """Return the learning rate of update ``step`` ≥ 1."""
         return limited(self.inner.at(step) * self.factor)
 
 
@@ -163,12 +163,12 @@ SCHEDULES: dict[str, type[Schedule]] = {cls.__name__: cls for cls in (Step, Cosi
 
 
 def limited(number: float) -> float:
-    """The number, or the largest float in place of infinity."""
+    """Return the number, or the largest float instead of infinity."""
     return min(number, sys.float_info.max)
 
 
 def rate_at(learning_rate: float | Schedule, step: int) -> float:
-    """The learning rate of update ``step`` ≥ 1, of a number or a schedule."""
+    """Return the learning rate of update ``step`` ≥ 1, of a number or a schedule."""
     return learning_rate.at(step) if isinstance(learning_rate, Schedule) else learning_rate
 
 

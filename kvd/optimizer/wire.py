@@ -140,7 +140,7 @@ def construct(cls: type, obj: object, depth: int) -> object:
 
 
 def short(value: object) -> str:
-    """A short description of what a peer sent; its cost and its length are limited."""
+    """Return a short description of what a peer sent; its cost and its length are limited."""
     if isinstance(value, str | bytes):
         return repr(value[:40])
     if isinstance(value, list | tuple | dict | set):

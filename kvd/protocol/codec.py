@@ -1,4 +1,4 @@
-"""Messages to bytes and back.
+"""Codec of messages to bytes and back.
 
 A header is one msgpack list: version, kind, sender, generation, change, run, then the message's fields. Decoding is
 total: any bytes either give a message within every limit of `kvd.protocol.messages`, or raise ProtocolError. The checks
@@ -63,7 +63,7 @@ Check = Callable[[object], object]
 
 
 def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> bytes:
-    """The header of `message`; `epoch` is that of the run's view.
+    """Return the header of `message`; `epoch` is that of the run's view.
 
     Raises ProtocolError if it is longer than MAX_HEADER_BYTES.
     """
@@ -84,7 +84,7 @@ def encode(message: Message, sender: int, epoch: Epoch, run: int = NO_RUN) -> by
 
 
 def decode(header: bytes | memoryview) -> Decoded:
-    """The message in `header`. Raises ProtocolError, which says what is wrong with it."""
+    """Return the message in `header`. Raises ProtocolError, which says what is wrong with it."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
     if len(header) == PUSH_NBYTES and (push := read_push(header)) is not None:
@@ -118,7 +118,7 @@ def decode(header: bytes | memoryview) -> Decoded:
 
 
 def _walk(header: bytes | memoryview) -> None:
-    """Raises an error of msgpack if the header ends too early. Nothing is built: `unpackb` makes room for all entries
+    """Raise an error of msgpack if the header ends too early. Nothing is built: `unpackb` makes room for all entries
     that a list promises before it reads one, and a thousand nested promises in 4 KiB would take 33 MB and 25 ms."""
     unpacker = msgpack.Unpacker(max_buffer_size=MAX_HEADER_BYTES)
     unpacker.feed(header)
@@ -126,7 +126,7 @@ def _walk(header: bytes | memoryview) -> None:
 
 
 def _short(value: object) -> str:
-    """The value in a few characters. Lists are not shown: they may be nested deeper than repr can go."""
+    """Return the value in a few characters. Lists are not shown: they may be nested deeper than repr can go."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
@@ -134,7 +134,7 @@ def _short(value: object) -> str:
 
 
 def _shortened(text: str) -> str:
-    """The text within its limit, which long names in it may exceed."""
+    """Return the text within its limit, which long names in it may exceed."""
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
@@ -234,6 +234,7 @@ _spec_fields = _record_of(
         _whole(Limit(MIN_SLICE_BYTES, MAX_SLICE_BYTES)),
         _text(Limit(0, 8)),
         _optional(_table),
+        _flag,
     ],
 )
 
@@ -268,14 +269,14 @@ def _member_of(kind: type[Enum]) -> Check:
 
 
 def _plain_form(value: KeySpec | Enum) -> object:
-    """The only values in messages that msgpack cannot write by itself."""
+    """Convert the values in messages that msgpack cannot write."""
     if isinstance(value, Enum):
         return value.value
-    return [value.dtype, value.shape, value.slice_bytes, value.merge, value.table]
+    return [value.dtype, value.shape, value.slice_bytes, value.merge, value.table, value.gradients]
 
 
 def check_for(annotation: Any) -> Check:
-    """The check that the annotation of a field asks for: it gives the value for plain data, or raises ProtocolError."""
+    """Return the check for a field's annotation. It gives the value for plain data, or raises ProtocolError."""
     limit = Limit(0, BIGGEST)
     if get_origin(annotation) is Annotated:
         annotation, mark = get_args(annotation)
@@ -307,7 +308,7 @@ def check_for(annotation: Any) -> Check:
 
 
 def _part(value: object) -> object:
-    """The check of a Part, written out because a header holds up to a thousand of them."""
+    """Return the check of a Part, written out because a header holds up to a thousand of them."""
     if type(value) is not list or len(value) != 4:
         raise ProtocolError(f"expected [key, index, clock, creation], got {_short(value)}")
     key, index, clock, creation = value
@@ -326,7 +327,7 @@ def _part(value: object) -> object:
 
 
 def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
-    """A function that gives the values of a message's fields in order."""
+    """Return a function that gives the values of a message's fields in order."""
     names = [field.name for field in fields(kind)]
     if len(names) == 1:
         return lambda message: (getattr(message, names[0]),)
@@ -334,7 +335,7 @@ def _fields_of(kind: type[Any]) -> Callable[[Message], Iterable[object]]:
 
 
 def _limits_of(annotation: Any) -> Limit | None:
-    """The limits of a whole number; None for another type."""
+    """Return the limits of a whole number; None for another type."""
     if get_origin(annotation) is not Annotated:
         return Limit(0, BIGGEST) if annotation is int else None
     base, mark = get_args(annotation)
@@ -342,7 +343,10 @@ def _limits_of(annotation: Any) -> Limit | None:
 
 
 def _builder_of_numbers(kind: type[Any], limits: list[Limit | None]) -> Callable[[list[object]], Message]:
-    """For messages of whole numbers and flags, whose limits are None: the most frequent ones. No call per number."""
+    """Return a builder for messages of whole numbers and flags (limits None), the most frequent ones.
+
+    No call per number.
+    """
     count = len(limits) + _ENVELOPE
     numbers = [(at, *limit) for at, limit in enumerate(limits, _ENVELOPE) if limit is not None]
     flags = [at for at, limit in enumerate(limits, _ENVELOPE) if limit is None]

@@ -1,4 +1,4 @@
-"""What every header begins with, and what is read of it."""
+"""Envelope of every header: the fields before those of the message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvd.protocol.messages import Epoch, Message
 
-VERSION = 11
+VERSION = 12
 
 
 class Decoded(NamedTuple):

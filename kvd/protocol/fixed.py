@@ -10,11 +10,11 @@ from struct import Struct
 from typing import NamedTuple
 
 from kvd.protocol.envelope import VERSION, Decoded
-from kvd.protocol.messages import ADD, BIGGEST, MOST_COUNTED, Epoch, PushBatch, Values
+from kvd.protocol.messages import ADD, BIGGEST, MOST_COUNTED, Done, Epoch, PushBatch, Values
 
 _WIDE = 0xCF  # a number of 64 bits follows
 _TRUE, _FALSE, _NONE = 0xC3, 0xC2, 0xC0
-_LONG_LIST, _LIST_OF_9, _LIST_OF_1 = 0xDC, 0x99, 0x91
+_LONG_LIST, _LIST_OF_9, _LIST_OF_7, _LIST_OF_1 = 0xDC, 0x99, 0x97, 0x91
 _PUSH_ENTRIES = 16
 
 # 16 entries: version, kind; sender, generation, change, run, request, batch, clock; how; samples; pull, probe; step,
@@ -22,6 +22,8 @@ _PUSH_ENTRIES = 16
 _PUSH = Struct(">BHBB BQBQBQBQBQBQBQ B BQ BB BQBQBQ")
 # 9 entries: version, kind; sender, generation, change, run, request; a list of one version; no coding
 _VALUES = Struct(">BBB BQBQBQBQBQ B BQ B")
+# 7 entries: version, kind; sender, generation, change, run, request
+_DONE = Struct(">BBB BQBQBQBQBQ")
 _VALUES_HEAD = Struct(">BBB BQBQBQBQBQ BB")
 _VALUES_TAIL = Struct(">QB")
 
@@ -41,6 +43,7 @@ PUSH_HEAD_NBYTES = _PUSH_HEAD.size
 """Of a push, what all pushes of a worker have in common until there is another view."""
 PUSH_TAIL_NBYTES = _PUSH_TAIL.size
 VALUES_NBYTES = _VALUES.size
+DONE_NBYTES = _DONE.size
 VALUES_HEAD_NBYTES = _VALUES_HEAD.size
 """Of an answer, what comes before its version: it is known to the one that has asked."""
 VALUES_TAIL_NBYTES = _VALUES_TAIL.size
@@ -51,7 +54,7 @@ put_number = _NUMBER.pack_into
 
 
 class PushNumbers(NamedTuple):
-    """What differs from one PushBatch of a worker to the next, if each is one sample that is added: see there."""
+    """Fields that differ between the PushBatches of a worker if each is one sample that is added."""
 
     request: int
     batch: int
@@ -75,7 +78,7 @@ def put_push(
     settled: int,
     place: int,
 ) -> None:
-    """Writes the header of a PushBatch to `buffer`, from byte `at` on: one sample, with a pull, and no probe."""
+    """Write the header of a PushBatch to `buffer`, from byte `at` on: one sample, with a pull, and no probe."""
     # fmt: off
     _PUSH.pack_into(
         buffer, at, _LONG_LIST, _PUSH_ENTRIES, VERSION, PushBatch.KIND,
@@ -88,7 +91,7 @@ def put_push(
 def put_push_numbers(
     buffer: bytearray, at: int, request: int, batch: int, clock: int, step: int, settled: int, place: int
 ) -> None:
-    """Writes these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
+    """Write these numbers into a header that `put_push` has written to `buffer` at byte `at`."""
     # fmt: off
     _PUSH_NUMBERS.pack_into(
         buffer, at + _PUSH_NUMBERS_AT, request, _WIDE, batch, _WIDE, clock, _ONE_SAMPLE_AND_PULL,
@@ -98,7 +101,7 @@ def put_push_numbers(
 
 
 def write_push(push: PushBatch, sender: int, epoch: Epoch, run: int) -> bytes | None:
-    """The header of a push. None: it is written in another way."""
+    """Return the header of a push; None if it has another form."""
     if push.how != ADD or push.probe:
         return None
     # fmt: off
@@ -112,7 +115,7 @@ def write_push(push: PushBatch, sender: int, epoch: Epoch, run: int) -> bytes | 
 
 
 def read_push(header: bytes | memoryview) -> Decoded | None:
-    """The PushBatch in a header of PUSH_NBYTES bytes, if it is as `write_push` writes it. None: it may be any other."""
+    """Decode a PushBatch that `write_push` wrote, of PUSH_NBYTES bytes. Returns None for any other header."""
     # fmt: off
     (
         marker, entries, version, kind,
@@ -147,8 +150,10 @@ def read_push(header: bytes | memoryview) -> Decoded | None:
 
 
 def numbers_of(tail: bytes) -> PushNumbers | None:
-    """The numbers in a header of PUSH_NBYTES bytes behind the first PUSH_HEAD_NBYTES, if it is as `write_push` writes
-    it, of one sample. None: it may be any other."""
+    """Decode the numbers behind the head of a header that `write_push` wrote, of one sample.
+
+    Returns None for any other header.
+    """
     # fmt: off
     (
         w1, request, w2, batch, w3, clock, how, w4, step, w5, settled, w6, place
@@ -170,14 +175,14 @@ def numbers_of(tail: bytes) -> PushNumbers | None:
 
 
 def push_numbers(push: PushBatch) -> PushNumbers | None:
-    """The numbers of a push. None: it is not one sample that is added."""
+    """Return the numbers of a push; None if it is not one sample that is added."""
     if push.how != ADD or push.samples != 1 or push.probe:
         return None
     return PushNumbers(push.request, push.batch, push.clock, push.pull, push.step, push.settled, push.place)
 
 
 def values_header(sender: int, epoch: Epoch, run: int, request: int, version: int) -> bytes:
-    """The header of an answer with one version, and no coding."""
+    """Return the header of an answer with one version, and no coding."""
     # fmt: off
     return _VALUES.pack(
         _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
@@ -186,16 +191,25 @@ def values_header(sender: int, epoch: Epoch, run: int, request: int, version: in
     # fmt: on
 
 
+def done_header(sender: int, epoch: Epoch, run: int, request: int) -> bytes:
+    """The header of a Done."""
+    # fmt: off
+    return _DONE.pack(
+        _LIST_OF_7, VERSION, Done.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run, _WIDE, request,
+    )
+    # fmt: on
+
+
 def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes | None:
-    """The header of an answer. None: it is written in another way."""
+    """Return the header of an answer; None if it has another form."""
     if values.coding is not None or len(values.versions) != 1:
         return None
     return values_header(sender, epoch, run, values.request, values.versions[0])
 
 
 def read_values(header: bytes) -> tuple[Epoch, int, int, int] | None:
-    """The epoch, run, request and version in a header of VALUES_NBYTES bytes, if it is as `write_values` writes it.
-    None: it may be any other."""
+    """Decode epoch, run, request and version of an answer that `write_values` wrote. Returns None for any other
+    header."""
     # fmt: off
     (
         marker, version, kind, w1, sender, w2, generation, w3, change, w4, run, w5, request,
@@ -216,7 +230,7 @@ def read_values(header: bytes) -> tuple[Epoch, int, int, int] | None:
 
 
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:
-    """Writes the header of an answer up to its version to `buffer`, from byte `at` on, to compare one with."""
+    """Write the header of an answer up to its version to `buffer`, from byte `at` on, to compare one with."""
     # fmt: off
     _VALUES_HEAD.pack_into(
         buffer, at, _LIST_OF_9, VERSION, Values.KIND, _WIDE, sender, _WIDE, epoch[0], _WIDE, epoch[1], _WIDE, run,
@@ -226,7 +240,7 @@ def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: 
 
 
 def version_of(buffer: bytes | bytearray, at: int) -> int | None:
-    """The version of an answer, with which its header goes on at this byte behind its head. None: it is another
+    """Return the version of an answer, with which its header goes on at this byte behind its head. None: it is another
     answer."""
     version, coding = _VALUES_TAIL.unpack_from(buffer, at)
     return version if coding == _NONE and version <= BIGGEST else None

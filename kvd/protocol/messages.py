@@ -151,7 +151,7 @@ class KeyId(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a live key is like."""
+    """Description of a live key."""
 
     spec: KeySpec
     creation: Number
@@ -173,7 +173,10 @@ class NewKey(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What all nodes of a cluster must agree on. In a Join, "" and 0 (-1 for staleness) mean: as the cluster has it."""
+    """Settings that all nodes of a cluster must agree on.
+
+    In a Join, "" and 0 (-1 for staleness) mean: as the cluster has it.
+    """
 
     mode: Annotated[str, Limit(0, 8)]  # "sync" | "async" | "" (not decided yet)
     merge: Annotated[str, Limit(0, 8)]  # "sum" | "mean" | "weighted" | ""
@@ -190,17 +193,17 @@ class Settings(NamedTuple):
 
     @property
     def most_workers(self) -> int:
-        """How many workers may take part at a time."""
+        """Largest number of workers that may take part at a time."""
         return max(self.num_workers, self.max_workers)
 
     @property
     def is_elastic(self) -> bool:
-        """Whether workers may join once the job is under way."""
+        """True if workers may join a running job."""
         return self.max_workers > self.num_workers
 
 
 class MemberState(StrEnum):
-    """Where a server or worker stands; `kvd.core.scheduler.membership.roster` has the transitions."""
+    """State of a server or worker; `kvd.core.scheduler.membership.roster` has the transitions."""
 
     ACTIVE = "active"  # takes part in rounds
     IDLE = "idle"  # the rounds go on without it until all have come to the point at which it waits
@@ -214,7 +217,7 @@ class MemberState(StrEnum):
 
 
 class Departure(StrEnum):
-    """How a node leaves."""
+    """Manner in which a node leaves."""
 
     DONE = "done"  # it leaves the rounds and stays connected
     LEFT = "left"  # it leaves the cluster in good order
@@ -239,7 +242,7 @@ class Member(NamedTuple):
 
 
 class RunPhase(StrEnum):
-    """Where a run stands; `kvd.core.scheduler.runs.phase` has the transitions."""
+    """State of a run; `kvd.core.scheduler.runs.phase` has the transitions."""
 
     FORMING = "forming"  # not all of its workers have joined
     RUNNING = "running"
@@ -250,7 +253,7 @@ class RunPhase(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its workers is left."""
+        """True if no worker of the run is left."""
         return self in (RunPhase.ENDED, RunPhase.FAILED, RunPhase.GONE)
 
 
@@ -398,7 +401,7 @@ class View:
 
 @_message
 class ViewChange:
-    """What has changed between the view of the header and an earlier one of the same generation, `base`.
+    """Changes between an earlier view of the same generation, `base`, and the view of the header.
 
     Who knows that one, or one between the two, knows the newest with this. Anyone else says Heartbeat at once, and gets
     what it lacks.
@@ -448,7 +451,7 @@ class Leave:
 
 
 class Taking(Enum):
-    """What a worker that was lost or late, or has just come, says of the rounds."""
+    """Announcement of a worker that was lost or late, or has just joined, about the rounds."""
 
     OUT = 0  # they are to go on without me after all
     IN = 1  # they are to wait for me
@@ -466,7 +469,7 @@ class TakePart:
 
 
 class Standing(Enum):
-    """How a worker stands to a point that it names."""
+    """State of a worker relative to a named point."""
 
     WAITS = 0  # it has come there, and the rounds are to go on without it until all have
     ASKS = 1  # its predecessor has passed it
@@ -523,8 +526,10 @@ class Enter:
 
 @_message
 class Say:
-    """Whoever passes this barrier is to know that, if the note comes before its release. Answered with Done once it is
-    saved; a generation has one note, the latest."""
+    """Note for all workers that pass this barrier, if it arrives before the release.
+
+    Answered with Done once it is saved; a generation has one note, the latest.
+    """
 
     KIND: ClassVar[int] = 12
     request: Number
@@ -594,7 +599,7 @@ class HandedOver:
 
 @_message
 class StatusQuery:
-    """What is your state? To any node; answered with StatusReport and a payload of JSON."""
+    """Query for the state of any node; answered with StatusReport and a payload of JSON."""
 
     KIND: ClassVar[int] = 8
     request: Number
@@ -636,7 +641,7 @@ class Done:
 
 
 class NotYetReason(Enum):
-    """Why a request cannot be taken now. Its sender removes the cause if it can, and sends the request again."""
+    """Reason for refusing a request for now. Its sender removes the cause if it can, and sends the request again."""
 
     NOT_JOINED = 1  # the scheduler does not know the node: join again
     NOT_ATTACHED = 2  # the server does not know the sender as a worker: attach first
@@ -660,7 +665,7 @@ class NotYet:
 
 
 class ErrorCode(Enum):
-    """Which error a refusal stands for; `kvd.core.refusals` maps codes to the classes of `kvd.errors` and back."""
+    """Error code of a refusal; `kvd.core.refusals` maps codes to the classes of `kvd.errors` and back."""
 
     REMOTE_ERROR = 1
     PROTOCOL_ERROR = 2
@@ -678,7 +683,7 @@ class ErrorCode(Enum):
 
 
 class Taken(Enum):
-    """How much of a refused push the server took."""
+    """Part of a refused push that the server accepted."""
 
     NOTHING = 0  # the push's clock is free again
     PART = 1  # some slices took it, now or when it was sent before
@@ -711,7 +716,7 @@ class Refused:
 
 
 class PathKind(StrEnum):
-    """How messages travel between two nodes."""
+    """Path of messages between two nodes."""
 
     UNKNOWN = ""
     SHARED_MEMORY = "shared memory"  # over a link, large payloads by reference
@@ -764,7 +769,7 @@ class Publish:
 
 @_message
 class Lookup:
-    """What are these keys? To the server of their slices 0. With `wait`, answered when all of them are live."""
+    """Query for keys, to the server of their slices 0. With `wait`, answered when all of them are live."""
 
     KIND: ClassVar[int] = 35
     request: Number
@@ -774,7 +779,7 @@ class Lookup:
 
 @_message
 class KeyInfo:
-    """For each key of a Lookup, the place in `made` of what it is like; NO_KEY if it is not live.
+    """Answer to a Lookup: for each key, the index of its description in `made`; NO_KEY if it is not live.
 
     There may be fewer entries than keys: the rest did not fit, and is asked for again.
     """
@@ -817,7 +822,7 @@ class Drop:
 
 @_message
 class ClockQuery:
-    """Which clock has my rank reached in the slices of this key that you lead, and where did `place` begin?"""
+    """Query for the clock of the sender's rank in led slices of a key, and for the start of `place`."""
 
     KIND: ClassVar[int] = 37
     request: Number
@@ -860,7 +865,9 @@ class Activate:
 
 @_message
 class WhereAre:
-    """What is the newest place at which any worker has pushed, in the slices that you lead? Answered with TheyAre.
+    """Query for the newest place at which any worker has pushed to slices that the receiver leads.
+
+    Answered with TheyAre.
 
     With `frozen`, the answer comes when your rounds wait for my rank, in the view that I know or a later one.
     """
@@ -895,7 +902,7 @@ class StepInto:
 
 
 class MergedForm(Enum):
-    """What may become of a round's merged value, where no optimizer is applied to it."""
+    """Treatment of a round's merged value if no optimizer is applied to it."""
 
     PLAIN = 0  # it is the new value
     ENCODED = 1  # it is encoded, and the new value is what that decodes into
@@ -903,7 +910,7 @@ class MergedForm(Enum):
 
 
 class Coding(NamedTuple):
-    """What the bytes of a slice are on their way: its elements in another dtype, or what a compressor made of them.
+    """Encoding of a slice in transit: its elements in another dtype, or the bytes of a compressor.
 
     `method` is the name of that dtype, or what `kvd.compression.to_wire` gives. The receiver makes `size` elements of
     the dtype `wanted` of it, which is that of the key.
@@ -937,7 +944,7 @@ class ComeTo:
 
 
 class StepsLeft(Enum):
-    """What there is for a worker in a loop over steps that all workers share."""
+    """Availability of steps in a shared loop."""
 
     SOME = 0  # its next step
     OTHERS = 1  # none now: others make the last ones, and may die
@@ -946,7 +953,7 @@ class StepsLeft(Enum):
 
 @_message
 class TakeStep:
-    """Which step do I make next? To the server of rank 0. The step `done` has counted.
+    """Request for the next step of a shared loop, to the server of rank 0. The step `done` has counted.
 
     `first` is the number of the loop's first step among the steps of all loops, `total` the number of its steps.
     """
@@ -1145,7 +1152,7 @@ class UpdateOptimizer:
 
 @_message
 class OptimizerQuery:
-    """Which optimizer is set? Answered with OptimizerIs."""
+    """Query for the current optimizer. Answered with OptimizerIs."""
 
     KIND: ClassVar[int] = 50
     request: Number
@@ -1172,8 +1179,10 @@ class FetchState:
 
 @_message
 class State:
-    """How many updates were made, and the (name, dtype) of each array of the state; the arrays follow as payload. Of a
-    part of a table all is in the payload, a piece (`kvd.tables.stored_rows`)."""
+    """Optimizer state: the number of updates, and (name, dtype) of each array; the arrays follow as payload.
+
+    For a part of a table everything is in the payload, a piece (`kvd.tables.stored_rows`).
+    """
 
     KIND: ClassVar[int] = 53
     request: Number
@@ -1241,7 +1250,7 @@ PARTS_AHEAD = 4  # parts of a state that have left its owner, and that not all t
 
 
 class Gone(Enum):
-    """Why a worker does not get a state, or gives it no more."""
+    """Reason why a worker gets no state, or gives it no more."""
 
     AGAIN = 0  # the transfer is over, or was never known here: ask again
     FIRST = 1  # no round counts yet, and the state that the receiver has begun with is everyone's
@@ -1276,12 +1285,14 @@ class GiveState:
 class WantState:
     """My program needs the state after `made` steps. To the leader of the first partition, which answers with
     StateGiven when another worker gives it, or with StateGone. `has_pushed`: an earlier process of my rank has pushed
-    in a loop over steps, so rounds may count for which gradients of the first state were pushed."""
+    in a loop over steps, so rounds may count for which gradients of the first state were pushed. `restored`: the
+    run began with this state, which worker 0 has from a snapshot."""
 
     KIND: ClassVar[int] = 132
     request: Number
     made: Count
     has_pushed: bool = False
+    restored: bool = False
 
 
 @_message
@@ -1345,8 +1356,10 @@ class Absent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What an open request waits for: pushes of the key, or its deletion; with clock 0, until worker 0 has made it. For
-    a state that is passed on, `key` says which one."""
+    """Wait of an open request: for pushes of the key, or its deletion; with clock 0, for its creation by worker 0.
+
+    For a state that is passed on, `key` identifies it.
+    """
 
     request: Number
     key: Key
@@ -1362,7 +1375,7 @@ class BarrierWait(NamedTuple):
 
 
 class NodeFact(NamedTuple):
-    """Where a node runs, and when it was last heard."""
+    """Location of a node, and its last sign of life."""
 
     role: Annotated[str, Limit(1, 8)]
     rank: Number
@@ -1374,7 +1387,10 @@ class NodeFact(NamedTuple):
 
 @_message
 class WaitQuery:
-    """What do my open requests wait for? To a server; answered with Waits. It is not repeated: the next one is."""
+    """Query for the waits of the sender's open requests, to a server; answered with Waits.
+
+    It is not repeated: the next one is sent instead.
+    """
 
     KIND: ClassVar[int] = 60
     request: Number
@@ -1433,7 +1449,7 @@ class WaitNews:
 
 @_message
 class Survey:
-    """Which steps of these slices do you have? No slices: all that you lead. Answered with Surveyed."""
+    """Query for the available steps of these slices. No slices: all that the receiver leads. Answered with Surveyed."""
 
     KIND: ClassVar[int] = 68
     request: Number
@@ -1495,7 +1511,7 @@ class CaptureWhen(Enum):
 
 
 class CapturedSlice(NamedTuple):
-    """What there is of a slice, besides the bytes.
+    """Metadata of a slice.
 
     Attributes:
         updates: how many its optimizer has made.
@@ -1510,7 +1526,7 @@ class CapturedSlice(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """How far the program of a rank had come: see `kvd.core.places`."""
+    """Position of a rank's program: see `kvd.core.places`."""
 
     rank: Number
     place: Count
@@ -1576,7 +1592,7 @@ NO_PLACE = -1
 
 
 class Given(NamedTuple):
-    """What a worker gave to a round, without its bytes: see Push."""
+    """Contribution of a worker to a round, without its bytes: see Push."""
 
     rank: Number
     clock: Count
@@ -1587,7 +1603,7 @@ class Given(NamedTuple):
 
 
 class RankProgress(NamedTuple):
-    """How far a rank is with a slice: the fields of `kvd.core.server.progress.WorkerProgress`."""
+    """Progress of a rank with a slice: the fields of `kvd.core.server.progress.WorkerProgress`."""
 
     rank: Number
     staged: Count
@@ -1607,7 +1623,7 @@ class LaterChange(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Which requests made a slice what it is: the Init, and the latest StoreState; 0 if there was none."""
+    """Requests that produced the current slice: the Init, and the latest StoreState; 0 if there was none."""
 
     creator: Number
     init: Number
@@ -1616,7 +1632,7 @@ class Origin(NamedTuple):
 
 
 class OptimizerUse(NamedTuple):
-    """Which optimizer a slice is updated with, and its state.
+    """Optimizer of a slice, and its state.
 
     Attributes:
         optimizer: its place in the optimizers of the message.
@@ -1707,8 +1723,10 @@ class Install:
 
 
 class MergedCoding(NamedTuple):
-    """How a merged value is encoded: by what `kvd.compression.to_wire` gives, and whether what is left over of it is
-    added to that of the next round."""
+    """Encoding of a merged value: a compressor from `kvd.compression.to_wire`, and its error feedback.
+
+    With error feedback, the residual is added to the merged value of the next round.
+    """
 
     method: Plain
     feeds_back: bool
@@ -1868,7 +1886,7 @@ class HoldReady:
 
 
 class CheckedSlice(NamedTuple):
-    """What a leader has of a slice.
+    """State of a slice at its leader.
 
     Attributes:
         loaded_by, loaded: as in Origin: another state of its optimizer was stored since, or not yet, if they differ.
@@ -1901,7 +1919,7 @@ class Compare:
 
 @_message
 class HoldLoop:
-    """How far the workers are in a loop over steps that they share; see TakeStep. Answered with Done."""
+    """Progress of the workers in a shared loop; see TakeStep. Answered with Done."""
 
     KIND: ClassVar[int] = 89
     request: Number

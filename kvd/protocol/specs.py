@@ -1,4 +1,4 @@
-"""What both sides know about values: dtypes, keys, and the slices of a key."""
+"""Values as both sides describe them: dtypes, keys, and the slices of a key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DTYPES: dict[str, Dtype] = {
 
 
 class Initial(NamedTuple):
-    """What rows are before their first update: the name of an initializer, its numbers and seed (`kvd.tables.wire`)."""
+    """Initial rows of a table: the name of an initializer, its numbers and seed (`kvd.tables.wire`)."""
 
     name: str
     numbers: tuple[float, ...] = ()
@@ -62,7 +62,7 @@ class Initial(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """Which rows a table keeps; as it is without arguments, all that were updated (`kvd.tables.keeper`)."""
+    """Retention rule of a table; without arguments, all updated rows are kept (`kvd.tables.keeper`)."""
 
     admit_after: int = 1  # updates that name a row before it is made
     ttl_updates: int = 0  # without the row, after which it is evicted; 0: never
@@ -76,7 +76,7 @@ class Keeping(NamedTuple):
 
 
 class TableSpec(NamedTuple):
-    """What makes a key a table, of which pushes and pulls name rows.
+    """Table properties of a key. Pushes and pulls of a table name rows.
 
     A slice of a table is one of its parts: the rows of some ids (`kvd.tables.parts`), in memory that grows with them.
     """
@@ -92,6 +92,7 @@ class KeySpec:
     """The dtype and shape of a key, the size of its slices, and its own merge; fixed when the key is published.
 
     `merge`: one of MERGES; "": that of the cluster. `table`: the key is a table, and `shape` is that of one row.
+    `gradients`: the value is what the newest round has merged, for weights that the workers keep themselves.
 
     Slice ``i`` holds the bytes ``[i · slice_bytes, (i + 1) · slice_bytes)`` of the C-contiguous value. An empty value
     has one empty slice, so that its rounds close like those of other keys.
@@ -102,6 +103,7 @@ class KeySpec:
     slice_bytes: int
     merge: str = ""
     table: TableSpec | None = None
+    gradients: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -118,13 +120,15 @@ class KeySpec:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def num_rows(self, nbytes: int) -> int | None:
-        """The rows in a push of this size to a part of a table: first come their ids, as int64, then the rows. None if
-        no number of rows has this size."""
+        """Return the number of rows in a push of this size to a part of a table, or None if no number fits.
+
+        The ids come first, as int64, then the rows.
+        """
         num_rows, rest = divmod(nbytes, ROW_ID_BYTES + self.row_nbytes)
         return None if rest else num_rows
 
     def span(self, index: int) -> tuple[int, int]:
-        """Offset and length of slice `index`, in bytes."""
+        """Return offset and length of slice `index` in bytes."""
         if self.table:
             return 0, 0
         offset = index * self.slice_bytes
@@ -136,7 +140,7 @@ class KeySpec:
     def check_same(
         self, other: KeySpec, key: str | int, node: str = "", *, cast: bool = False, what: str = "value"
     ) -> None:
-        """Raises ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
+        """Raise ShapeMismatch or DtypeMismatch if `other`, a value for `key`, does not fit this spec; NotAllowed if
         one of the two is a table, or they are tables with different initializers or rows to keep.
 
         Args:
@@ -167,7 +171,7 @@ class KeySpec:
             )
 
     def _check_same_table(self, other: KeySpec, key: str | int, node: str) -> None:
-        """Tables in different numbers of parts are the same: a program does not choose that number."""
+        """Check that both are the same table apart from the number of parts, which a program does not choose."""
         mine, theirs = self.table, other.table
         if mine is None:
             raise NotAllowed(no_table_text(key), key=key, node=node)
@@ -184,7 +188,8 @@ class KeySpec:
             raise NotAllowed(f"{text} options, or use another key", key=key, node=node)
 
     def check_merge(self, other: KeySpec, key: str | int, default: str) -> None:
-        """Raises MergeMismatch if `other`, with which the key is made again, has another merge.
+        """Raise MergeMismatch if `other`, with which the key is made again, has another merge; NotAllowed if this is a
+        key of gradients, and `other` is not.
 
         Args:
             default: the merge of the cluster.
@@ -194,17 +199,20 @@ class KeySpec:
             told = "" if other.merge else ", that of the cluster, as it names none"
             text = f"key {key!r} is merged by {mine!r}, and this init wants {theirs!r}{told}: pass merge={mine!r}"
             raise MergeMismatch(f"{text}, or use another key", key=key)
+        if self.gradients and not other.gradients:
+            text = f'key {key!r} holds merged gradients, since it was made by an optimizer with where="workers"'
+            raise NotAllowed(f"{text}: wrap the optimizer in the same way, or use another key", key=key)
 
 
 def _in_words(spec: KeySpec) -> str:
-    """The rows of a table."""
+    """Return the rows of a table."""
     assert spec.table is not None
     rows = "any number of" if spec.table.rows == ANY_ROW else spec.table.rows
     return f"{rows} rows of shape {spec.shape}"
 
 
 def table_text(key: str | int) -> str:
-    """What is wrong with a call on whole values, on a table."""
+    """Return the error text for a call on whole values of a table."""
     return (
         f"key {key!r} is a table, of which calls name rows: push kvd.RowSparseArray(ids, rows) to it, "
         "and read rows with row_sparse_pull(key, row_ids)"
@@ -212,7 +220,7 @@ def table_text(key: str | int) -> str:
 
 
 def no_table_text(key: str | int) -> str:
-    """The error of a call for tables, on another key."""
+    """Return the error of a call for tables, on another key."""
     return (
         f"key {key!r} is no table: push arrays or row-sparse gradients to it, and pull its whole value; "
         "a table is made by init(key, kvd.RowSparse(shape=…))"
@@ -220,28 +228,46 @@ def no_table_text(key: str | int) -> str:
 
 
 def state_of_table_text(key: str | int) -> str:
-    """What is wrong with a call that saves or restores the optimizer's state, on a table."""
+    """Return the error text for saving or restoring the optimizer's state of a table."""
     return f"key {key!r} is a table: what the optimizer keeps of its rows cannot be saved"
 
 
+def gradients_text(key: str | int) -> str:
+    """Return the error text for a call that reads weights from a key of gradients."""
+    return (
+        f'key {key!r} holds the gradients that the workers have merged, not weights: with where="workers" the weights '
+        f"are in the memory of the workers. Read them from a snapshot that the program takes (kv.snapshot, or the "
+        f"settings snapshot_dir and snapshot_every), or have the program push them to keys of their own"
+    )
+
+
+def no_weights_text(key: str) -> str:
+    """Return the error text for a snapshot without the weights for a key of gradients."""
+    return (
+        f'key {key!r} holds merged gradients, and this snapshot has no weights for it: with where="workers" it needs '
+        f"the loop `for step in optimizer.steps(total)`, and of several optimizers one that keeps the others, by "
+        f"optimizer.keep(name, other)"
+    )
+
+
 def merge_error(key: str | int, dtype: str, merge: str) -> str | None:
-    """Why no key of this dtype can be merged so, as a text; None if it can."""
+    """Return the reason why no key of this dtype can have this merge; None if one can."""
     if merge == "weighted" and not DTYPES[dtype].is_float:
         return f"key {key!r} is {dtype}: a weighted merge takes float keys only"
     return None
 
 
 def accumulator_scale(dtype: str) -> int:
-    """How many times as large as an element is the sum of some: float16 and bfloat16 are summed in float32."""
+    """Return the size of a sum's element relative to the value's: float16 and bfloat16 are summed in float32."""
     known = DTYPES[dtype]
     return 4 // known.itemsize if known.is_float and known.itemsize < 4 else 1
 
 
 def padded(nbytes: int) -> int:
-    """Offset of the next part of a payload after a part of `nbytes`: parts start at multiples of 8."""
+    """Return the offset of the part after one of `nbytes`: parts start at multiples of 8."""
     return (nbytes + 7) & ~7
 
 
 def payload_nbytes(lengths: Sequence[int]) -> int:
-    """Bytes of a payload with parts of these lengths: all but the last are padded."""
+    """Return the bytes of a payload with parts of these lengths: all but the last are padded."""
     return sum([padded(nbytes) for nbytes in lengths[:-1]]) + lengths[-1] if lengths else 0

@@ -1,4 +1,4 @@
-"""A folder that is there complete, or not at all: written aside in the same parent, synced, and renamed."""
+"""Atomic folders: written under another name in the same parent, synced, and renamed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NewFolder:
         self._folder.mkdir(0o700)
 
     def write(self, name: str, *content: Buffer) -> None:
-        """A new file of these bytes, one after the other, on stable storage.
+        """Write these bytes to a new file on stable storage.
 
         Raises:
             OSError: it cannot be written.
@@ -47,7 +47,7 @@ class NewFolder:
             os.fsync(file.fileno())
 
     def link(self, name: str, there: Path, nbytes: int) -> bool:
-        """Gives a file that is there, on stable storage, one more name, in place of what has that name here. False: it
+        """Link an existing file on stable storage under one more name, replacing the file of that name. False: it
         cannot be done, or it has another size; then nothing has changed."""
         aside = self._folder / f".{name}"
         try:
@@ -61,7 +61,7 @@ class NewFolder:
         return True
 
     def publish(self) -> None:
-        """Gives the folder its name.
+        """Give the folder its name.
 
         Raises:
             OSError: something else has the name, or it cannot be given.
@@ -71,17 +71,17 @@ class NewFolder:
         _sync(self._target.parent)
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Remove the written files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def hidden_name(path: Path, token: str) -> str:
-    """The name of a folder beside `path` that is not complete, or no more; the next one at `path` removes those."""
+    """Return the name of an incomplete or outdated folder beside `path`; the next one at `path` removes such."""
     return f".{path.name[:MAX_NAME_CHARS]}.{token}.part"
 
 
 def is_taken(path: Path) -> bool:
-    """Whether something else than an empty folder has this name."""
+    """Return whether the name is taken by anything but an empty folder."""
     try:
         with os.scandir(path) as entries:
             return next(entries, None) is not None
@@ -92,7 +92,7 @@ def is_taken(path: Path) -> bool:
 
 
 def _write_all(file: FileIO, content: Sequence[Buffer]) -> None:
-    """Many pieces go with one call to the system."""
+    """Write many pieces per system call."""
     left = deque(memoryview(piece) for piece in content)
     while left:
         written = os.writev(file.fileno(), list(islice(left, PIECES_AT_ONCE)))
@@ -110,7 +110,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The entries of a folder, on stable storage, where the file system can do that for folders."""
+    """Sync the entries of a folder to stable storage, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):

@@ -13,7 +13,7 @@ SMALLEST_BYTES = 1 << 20  # below, a thread costs more than it saves
 
 
 def digest_of(content: Sequence[Buffer]) -> str:
-    """The SHA-256 of these bytes, one after the other."""
+    """Return the SHA-256 of these bytes, one after the other."""
     digest = sha256()
     for piece in content:
         digest.update(piece)
@@ -34,14 +34,14 @@ class Hashing:
                 self._thread = thread
 
     def digest(self) -> str:
-        """The checksum, once."""
+        """Compute the checksum on first use, and return it."""
         self.join()
         if self._thread is None:
             self._run()
         return self._digest
 
     def join(self) -> None:
-        """Returns when nothing is hashed any more."""
+        """Wait until all hashing is done."""
         if self._thread is not None:
             self._thread.join()
 
@@ -51,7 +51,7 @@ class Hashing:
 
 @contextmanager
 def hashed_beside(content: Sequence[Buffer]) -> Iterator[Hashing]:
-    """Hashes these bytes during the block. They may be changed after it."""
+    """Hash these bytes during the block. They may be changed after it."""
     hashing = Hashing(content)
     try:
         yield hashing

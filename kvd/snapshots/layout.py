@@ -1,4 +1,4 @@
-"""Which keys of a snapshot lie in parts together, so that what has not changed lies in parts that have not changed.
+"""Layout of a snapshot: keys that rarely change share parts, so that unchanged parts are reused.
 
 A group is some keys that are written one after the other, in parts of their own. The first snapshot has groups of about
 one part, in the order of the names. In a later one, groups stay as they are if none of their keys has changed. The keys
@@ -17,7 +17,7 @@ MOST_EXTRA = 16  # groups beyond twice as many as there must be: then all are ma
 
 
 class KeyMark(NamedTuple):
-    """What tells whether a key has changed since; a wrong guess costs a part that is written again, and no more.
+    """Fingerprint that shows whether a key has changed. A wrong guess costs only one part that is written again.
 
     Attributes:
         nbytes: of its value.
@@ -41,11 +41,11 @@ class Layout:
         self._marks: Mapping[str, KeyMark] = {}
 
     def resting(self, keys: Mapping[str, KeyMark]) -> Sequence[Group]:
-        """The groups of which no key has changed."""
+        """Return the groups without a changed key."""
         return [group for group in self._groups if all(self._rests(name, keys) for name in group)]
 
     def next(self, keys: Mapping[str, KeyMark]) -> Sequence[Group]:
-        """The groups of the next snapshot: each key is in one of them."""
+        """Return the groups of the next snapshot: each key is in one of them."""
         kept = self.resting(keys)
         settled = {name for group in kept for name in group}
         others = sorted(keys.keys() - settled)
@@ -56,7 +56,7 @@ class Layout:
         return fewest if len(groups) > 2 * len(fewest) + MOST_EXTRA else groups
 
     def taken(self, groups: Sequence[Group], keys: Mapping[str, KeyMark]) -> None:
-        """These were written."""
+        """Record the written groups."""
         self._groups, self._marks = groups, dict(keys)
 
     def _rests(self, name: str, keys: Mapping[str, KeyMark]) -> bool:

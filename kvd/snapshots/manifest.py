@@ -6,9 +6,11 @@
      "job", "type", "lineage", "steps", "one_step", "num_workers", "optimizer": [name, {…}] or null,
      "num_keys", "keys": [{"key", "dtype", "shape", "clock", "updates", "weight": [piece, …],
                            "state": {slot: {"dtype", "pieces": [piece, …]}}, "merge": if it has its own,
+                           "gradients": true if workers keep the weight: "weight" is that of worker 0,
                            "table": if it is one: {"rows": or -1, "initializer": [name, [number, …], seed],
                                                    "keeping": {…}, "num_rows", "ids": [piece, …]}}],
-     "parts": [{"file", "bytes", "sha256"}]}
+     "parts": [{"file", "bytes", "sha256"}],
+     "program": {"layout": [piece, …], "state": [piece, …]} if workers keep weights: the other state of worker 0}
 
 A piece is [number of the part, name of the tensor in it, elements]; the pieces of an array, in order, are the array.
 """
@@ -43,8 +45,9 @@ from kvd.tables.wire import table_of_spec
 
 FILE = "manifest.json"
 FORMAT = "kvd-snapshot"
-VERSION = 2
-WITHOUT_TABLES = 1  # the version of a manifest without tables, which an older kvd can read
+VERSION = 3
+WITHOUT_PROGRAM = 2  # the version of a manifest without the state of a program, which an older kvd can read
+WITHOUT_TABLES = 1  # the same of one that has no tables either
 MAX_BYTES = 256 << 20  # of a manifest: some hundred thousand keys
 MAX_PART_BYTES = 1 << 30
 MAX_SLOT_CHARS = 64
@@ -76,7 +79,7 @@ class Slot(NamedTuple):
 
 
 class StoredTable(NamedTuple):
-    """What makes a key a table.
+    """Table properties of a stored key.
 
     Attributes:
         spec: as in the spec of the key; its parts are those of one server.
@@ -98,6 +101,7 @@ class StoredKey:
         updates: how many updates the optimizer had made.
         merge: its own merge; "", also in manifests that do not say: that of the cluster.
         table: None: it is no table. The shape of a table is that of a row; weight and state are those of all rows.
+        gradients: see `kvd.protocol.specs.KeySpec`. The weight is that of worker 0.
     """
 
     key: str
@@ -109,16 +113,33 @@ class StoredKey:
     state: Mapping[str, Slot]
     merge: str = ""
     table: StoredTable | None = None
+    gradients: bool = False
 
     @property
     def elements(self) -> int:
-        """Of the value; of a table, in all its rows."""
+        """Number of elements of the value; for a table, in all its rows."""
         return prod(self.shape) * (1 if self.table is None else self.table.num_rows)
 
     def pieces(self) -> list[tuple[tuple[Piece, ...], str]]:
-        """Those of each of its arrays, and their dtype: what lies in parts of it."""
+        """Pieces of each array, with its dtype, as they lie in parts."""
         ids = [] if self.table is None else [(self.table.ids, "int64")]
         return [*ids, (self.weight, self.dtype), *[(slot.pieces, slot.dtype) for slot in self.state.values()]]
+
+
+class StoredProgram(NamedTuple):
+    """The state of a program that updates the weights itself, without the weights, which are those of the keys.
+
+    Attributes:
+        layout: bytes that say what the state consists of.
+        state: its bytes.
+    """
+
+    layout: tuple[Piece, ...]
+    state: tuple[Piece, ...]
+
+    def pieces(self) -> list[tuple[tuple[Piece, ...], str]]:
+        """As those of `StoredKey`."""
+        return [(self.layout, "uint8"), (self.state, "uint8")]
 
 
 class StoredPart(NamedTuple):
@@ -131,7 +152,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a snapshot comes from.
+    """Origin of a snapshot.
 
     Attributes:
         job: the name of the job; "" for a store without a cluster.
@@ -158,12 +179,24 @@ class Manifest:
     origin: Origin
     keys: tuple[StoredKey, ...]
     parts: tuple[StoredPart, ...]
+    program: StoredProgram | None = None
+
+    def pieces(self) -> list[tuple[tuple[Piece, ...], str]]:
+        """Those of all arrays, and their dtypes."""
+        of_program = [] if self.program is None else self.program.pieces()
+        return [*[entry for key in self.keys for entry in key.pieces()], *of_program]
+
+    @property
+    def _version(self) -> int:
+        if self.program is not None:
+            return VERSION
+        return WITHOUT_PROGRAM if any(key.table for key in self.keys) else WITHOUT_TABLES
 
     def to_json(self) -> bytes:
         origin = self.origin
         content: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION if any(key.table for key in self.keys) else WITHOUT_TABLES,
+            "version": self._version,
             "job": origin.job,
             "type": origin.type,
             "lineage": origin.lineage,
@@ -175,11 +208,15 @@ class Manifest:
             "keys": [_key_to_plain(key) for key in self.keys],
             "parts": [{"file": part.file, "bytes": part.nbytes, "sha256": part.sha256} for part in self.parts],
         }
+        if self.program is not None:
+            content["program"] = {
+                name: [list(piece) for piece in pieces] for name, pieces in self.program._asdict().items()
+            }
         return json.dumps({**content, "sha256": _checksum(content)}, indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
 
         Raises:
             NewerVersion: a later kvd wrote it.
@@ -205,8 +242,15 @@ class Manifest:
             raise ValueError("a part is larger than any part")
         if len(keys) != _whole(content, "num_keys") or len({key.key for key in keys}) != len(keys):
             raise ValueError("it lists a key twice, or another number of keys than it says")
-        _check_pieces(keys, len(parts))
-        return cls(_origin_from_plain(content), keys, parts)
+        program = None
+        if "program" in content:
+            plain = _field(content, "program", dict)
+            program = StoredProgram(_pieces(plain, "layout"), _pieces(plain, "state"))
+        _check_pieces(keys)
+        found = cls(_origin_from_plain(content), keys, parts, program)
+        if any(piece.part >= len(parts) for pieces, _ in found.pieces() for piece in pieces):
+            raise ValueError("an array lies in a part that is not listed")
+        return found
 
 
 # ── plain data ──
@@ -231,6 +275,8 @@ def _key_to_plain(key: StoredKey) -> dict[str, Any]:
     }
     if key.merge:
         plain["merge"] = key.merge
+    if key.gradients:
+        plain["gradients"] = True
     if key.table is not None:
         plain["table"] = _table_to_plain(key.table)
     return plain
@@ -279,7 +325,8 @@ def _key_from_plain(plain: Any) -> StoredKey:
         state[slot] = Slot(entry["dtype"], _pieces(entry, "pieces"))
     clock, updates = _whole(plain, "clock"), _whole(plain, "updates")
     table = _table_from_plain(plain["table"], dtype, shape) if "table" in plain else None
-    return StoredKey(name, dtype, shape, clock, updates, _pieces(plain, "weight"), state, merge, table)
+    gradients = _field(plain, "gradients", bool) if "gradients" in plain else False
+    return StoredKey(name, dtype, shape, clock, updates, _pieces(plain, "weight"), state, merge, table, gradients)
 
 
 def _origin_from_plain(content: Mapping[str, Any]) -> Origin:
@@ -308,16 +355,14 @@ def _pieces(plain: Any, name: str) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _check_pieces(keys: Sequence[StoredKey], num_parts: int) -> None:
-    """Raises ValueError unless each array has as many elements as its key, in parts that there are."""
+def _check_pieces(keys: Sequence[StoredKey]) -> None:
+    """Raise ValueError unless each array has as many elements as its key."""
     for key in keys:
         for slot in key.state.values():
             _check_size(key, slot.pieces, None if key.table else key.elements)
         _check_size(key, key.weight, key.elements)
         if key.table is not None:
             _check_size(key, key.table.ids, key.table.num_rows)
-        if any(piece.part >= num_parts for pieces, _ in key.pieces() for piece in pieces):
-            raise ValueError(f"an array of key {key.key!r} lies in a part that is not listed")
 
 
 def _check_size(key: StoredKey, pieces: Sequence[Piece], elements: int | None) -> None:

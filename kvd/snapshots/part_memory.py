@@ -11,7 +11,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class PartMemory:
-    """Each part has memory of its own until nothing of it is in use any more.
+    """Memory of parts, reused once no part of it is in use.
 
     One thread takes memory, another one may give it back.
 
@@ -25,7 +25,7 @@ class PartMemory:
         self._lent: dict[int, list[Array]] = {}  # a part that is read twice has two
 
     def take(self, part: int, nbytes: int) -> Array:
-        """So many bytes for a part."""
+        """Return memory of so many bytes for a part."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -34,6 +34,6 @@ class PartMemory:
         return memory[:nbytes]
 
     def give_back(self, parts: Iterable[int]) -> None:
-        """Nothing of these parts is in use any more."""
+        """Release the memory of these parts."""
         for part in parts:
             self._free.extend(self._lent.pop(part, ()))

@@ -31,7 +31,7 @@ _LENGTH_BYTES = 8  # in which the length of the header is written
 
 
 def packed(arrays: Mapping[str, Array]) -> Sequence[memoryview]:
-    """The bytes of a part with these contiguous arrays, by name: a header, and the memory of the arrays, uncopied.
+    """Return the bytes of a part: a header, and the memory of these contiguous arrays, uncopied.
 
     Wide elements come first, so that each array lies at a multiple of its element's size.
     """
@@ -41,14 +41,14 @@ def packed(arrays: Mapping[str, Array]) -> Sequence[memoryview]:
 
 
 class Tensor(NamedTuple):
-    """What a header says of a tensor."""
+    """Entry of a tensor in a header."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The beginning of a safetensors file, which the bytes of these tensors follow in this order."""
+    """Return the beginning of a safetensors file, which the bytes of these tensors follow in this order."""
     found: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -61,7 +61,7 @@ def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = N
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a part.
+    """Position of a tensor in a part.
 
     Attributes:
         begin, end: in bytes from the beginning of the file.
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
 
 def places(file: BinaryIO, nbytes: int) -> dict[str, Place]:
-    """Where the tensors of a part lie, by name.
+    """Return the positions of the tensors of a part, by name.
 
     Args:
         file: at its beginning.
@@ -101,7 +101,7 @@ def places(file: BinaryIO, nbytes: int) -> dict[str, Place]:
 
 
 def _place(name: str, entry: Any, begin: int, nbytes: int) -> Place:
-    """Raises ValueError unless this describes a tensor within so many bytes."""
+    """Raise ValueError unless this describes a tensor within so many bytes."""
     match entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(first), int(last)]} if code in _NAMES:
             dtype = _NAMES[code]
@@ -112,7 +112,7 @@ def _place(name: str, entry: Any, begin: int, nbytes: int) -> Place:
 
 
 def tensors(data: Array, found: Mapping[str, Place]) -> dict[str, Array]:
-    """The tensors of a part, one-dimensional, in its memory.
+    """Return the tensors of a part, one-dimensional, in its memory.
 
     Args:
         data: all bytes of the part.

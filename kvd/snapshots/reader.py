@@ -1,4 +1,4 @@
-"""Reads a snapshot. Whatever is wrong with it is a SnapshotError that names the file."""
+"""Reader of snapshots. Every fault of a snapshot is a SnapshotError that names the file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EARLIER = "take an earlier snapshot"
 
 
 class NewerSnapshot(SnapshotError):
-    """It was written by a kvd that this one does not know: no earlier one is as good."""
+    """Snapshot of a newer kvd. Earlier snapshots are no substitute for it."""
 
 
 class StoredSnapshot:
@@ -51,7 +51,7 @@ class StoredSnapshot:
 
     @classmethod
     def open(cls, path: Path) -> StoredSnapshot:
-        """Reads the manifest.
+        """Read the manifest.
 
         Raises:
             SnapshotError: this is no snapshot, no complete one, or one of a newer kvd.
@@ -77,7 +77,7 @@ class StoredSnapshot:
             raise SnapshotError(f"{file} is damaged: {error}; {_EARLIER}", path=str(file)) from None
 
     def verify(self) -> None:
-        """Reads every part once, and keeps nothing of it.
+        """Read and check every part once, without keeping it.
 
         Raises:
             SnapshotError: a part is missing or damaged, or of another snapshot; it names the file.
@@ -88,7 +88,7 @@ class StoredSnapshot:
                 pass  # raises the error of the first part that has one
 
     def value(self, key: StoredKey, memory: PartMemory | None = None) -> Array:
-        """The value of a key, in its shape. It is valid until its parts are given back to the memory.
+        """Return the value of a key, in its shape. It is valid until its parts are given back to the memory.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -96,7 +96,7 @@ class StoredSnapshot:
         return self._array(key.weight, key.dtype, memory).reshape(key.shape)
 
     def rows(self, key: StoredKey, memory: PartMemory | None = None) -> StoredRows:
-        """The rows of a table; valid as a value is. Raises SnapshotError."""
+        """Return the rows of a table; valid as a value is. Raises SnapshotError."""
         table = key.table
         assert table is not None
         count = table.num_rows
@@ -110,8 +110,18 @@ class StoredSnapshot:
         return StoredRows(ids, rows, slots, key.updates)
 
     def state(self, key: StoredKey, memory: PartMemory | None = None) -> dict[str, Array]:
-        """The optimizer's arrays of a key by slot, one-dimensional; valid as a value is. Raises SnapshotError."""
+        """Return the optimizer's arrays of a key by slot, one-dimensional.
+
+        They are valid as long as a value. Raises SnapshotError.
+        """
         return {name: self._array(slot.pieces, slot.dtype, memory) for name, slot in key.state.items()}
+
+    def program(self) -> tuple[bytes, Array] | None:
+        """Layout and bytes of the program's state, without the weights; None: there is none. Raises SnapshotError."""
+        stored = self.manifest.program
+        if stored is None:
+            return None
+        return self._array(stored.layout, "uint8", None).tobytes(), self._array(stored.state, "uint8", None)
 
     def _array(self, pieces: Sequence[Piece], dtype: str, memory: PartMemory | None) -> Array:
         if len(pieces) == 1:
@@ -139,14 +149,14 @@ class StoredSnapshot:
         return self.path / self.manifest.parts[number].file
 
     def _part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
-        """The tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""
+        """Return the tensors of a part. The one that was read last is kept: the arrays of a key lie side by side."""
         if self._loaded is None or self._loaded[0] != number:
             self._loaded = None
             self._loaded = number, self._read_part(number, memory)
         return self._loaded[1]
 
     def _read_part(self, number: int, memory: PartMemory | None) -> dict[str, Array]:
-        """Each piece is hashed while the processor's cache still has it."""
+        """Read a part, hashing each piece while it is in the processor's cache."""
         nbytes = self.manifest.parts[number].nbytes
         data = np.empty(nbytes, np.uint8) if memory is None else memory.take(number, nbytes)
         with self._opened(number) as file:
@@ -170,17 +180,16 @@ class StoredSnapshot:
                 raise self._misses(piece)
 
     def _pieces_by_part(self) -> list[list[tuple[Piece, str]]]:
-        """The tensors that each part must have, with their dtypes."""
+        """Return the tensors that each part must have, with their dtypes."""
         found: list[list[tuple[Piece, str]]] = [[] for _ in self.manifest.parts]
-        for key in self.manifest.keys:
-            for pieces, dtype in key.pieces():
-                for piece in pieces:
-                    found[piece.part].append((piece, dtype))
+        for pieces, dtype in self.manifest.pieces():
+            for piece in pieces:
+                found[piece.part].append((piece, dtype))
         return found
 
     @contextmanager
     def _opened(self, number: int) -> Iterator[FileIO]:
-        """A part, which has its size. What goes wrong with it is a SnapshotError."""
+        """Open a part of the right size. Every fault is a SnapshotError."""
         part, file = self.manifest.parts[number], self._file(number)
         try:
             with open_file(file) as opened:
@@ -201,7 +210,7 @@ class StoredSnapshot:
             raise SnapshotError(f"{file} is damaged: its checksum is another one; {_EARLIER}", path=str(file))
 
     def _places(self, number: int, file: FileIO) -> dict[str, Place]:
-        """Where the tensors of a part lie whose checksum is right."""
+        """Return the positions of the tensors of a part with a correct checksum."""
         file.seek(0)
         try:
             return places(file, self.manifest.parts[number].nbytes)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from kvd.snapshots.layout import Group, KeyMark, Layout
 from kvd.snapshots.manifest import Manifest, Origin, StoredPart
-from kvd.snapshots.writer import PART_BYTES, KeyContent, SnapshotWriter
+from kvd.snapshots.writer import PART_BYTES, KeyContent, ProgramContent, SnapshotWriter
 
 
 class SnapshotSeries:
-    """What the latest snapshot of a store was."""
+    """Series of snapshots of one store, with the parts of the latest."""
 
     def __init__(self, part_bytes: int = PART_BYTES) -> None:
         self._part_bytes = part_bytes
@@ -25,7 +25,7 @@ class SnapshotSeries:
         self._parts: Sequence[StoredPart] = ()
 
     def begin(self, path: Path, origin: Origin, keys: Mapping[str, KeyMark]) -> NextSnapshot:
-        """The next one.
+        """Begin the next snapshot.
 
         Raises:
             SnapshotError: it cannot be written.
@@ -39,14 +39,14 @@ class SnapshotSeries:
         return NextSnapshot(self, writer, path, self._layout.next(keys), resting, keys)
 
     def taken(self, path: Path, groups: Sequence[Group], keys: Mapping[str, KeyMark], content: Manifest) -> None:
-        """This was published."""
+        """Record a published snapshot."""
         self._path = _real(path)
         self._parts = content.parts
         self._layout.taken(groups, keys)
 
 
 class NextSnapshot:
-    """A snapshot that is being written: each group, then `finish`; or `abort`.
+    """A snapshot that is being written: each group, the program's state if there is one, then `finish`; or `abort`.
 
     Attributes:
         groups: the keys, in the order in which they are written.
@@ -69,16 +69,20 @@ class NextSnapshot:
         self._keys = keys
 
     def add_group(self, contents: Sequence[KeyContent]) -> None:
-        """The keys of the next group. Raises SnapshotError."""
+        """Write the keys of the next group. Raises SnapshotError."""
         group = tuple([content.key for content in contents])
         self._writer.add_group(contents, rests=group in self._resting)
 
+    def add_program(self, content: ProgramContent) -> None:
+        """See `SnapshotWriter.add_program`. Raises SnapshotError."""
+        self._writer.add_program(content)
+
     def abort(self) -> None:
-        """Removes what was written."""
+        """Remove the written files."""
         self._writer.abort()
 
     def finish(self) -> None:
-        """Gives the snapshot its name, and remembers it. Raises SnapshotError."""
+        """Give the snapshot its name, and remember it. Raises SnapshotError."""
         self._series.taken(self._path, self.groups, self._keys, self._writer.finish())
 
 

@@ -39,12 +39,12 @@ class Found:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether a folder is a snapshot, complete or damaged."""
+    """Return whether a folder is a snapshot, complete or damaged."""
     return (path / manifest.FILE).exists() or any(path.glob("part-*.safetensors"))
 
 
 def snapshots_in(folder: Path) -> list[Found]:
-    """All snapshots of a folder, also damaged ones, from the oldest to the newest: by their steps.
+    """Return all snapshots of a folder, also damaged ones, ordered by their steps.
 
     Raises:
         SnapshotError: the folder cannot be read. One that does not exist has none.
@@ -69,7 +69,7 @@ def _found(path: Path) -> Found:
 
 
 def newest_of(found: Sequence[Found], job: str | None, *, or_older: bool) -> StoredSnapshot | None:
-    """The newest snapshot, verified; None if there is none.
+    """Return the newest snapshot, verified; None if there is none.
 
     Args:
         job: whose snapshots may be taken; None: of any job, if all are of one.
@@ -112,7 +112,7 @@ def newest_of(found: Sequence[Found], job: str | None, *, or_older: bool) -> Sto
 
 
 def newest_at(path: Path, *, missing_ok: bool, or_older: bool) -> StoredSnapshot | None:
-    """The snapshot at `path`, or the newest one in it, verified; None if there is none and `missing_ok`.
+    """Return the snapshot at `path`, or the newest one in it, verified; None if there is none and `missing_ok`.
 
     Raises:
         SnapshotError: see `newest_of`; or this is neither a snapshot nor a folder with some.
@@ -136,8 +136,23 @@ def newest_at(path: Path, *, missing_ok: bool, or_older: bool) -> StoredSnapshot
     return snapshot
 
 
+def same_in(path: Path, lineage: str, steps: int) -> StoredSnapshot | None:
+    """The snapshot at `path`, or in it, of this lineage and after so many steps; None if it is not there any more.
+
+    Raises:
+        SnapshotError: the folder cannot be read.
+    """
+    found = [_found(path)] if path.is_dir() and is_snapshot(path) else snapshots_in(path)
+    if path.is_dir() and is_snapshot(path):
+        found += [each for each in snapshots_in(path.resolve().parent) if each.path != path.resolve()]  # or_older
+    for each in found:
+        if each.origin is not None and (each.origin.lineage, each.origin.steps) == (lineage, steps):
+            return StoredSnapshot.open(each.path)
+    return None
+
+
 def check_is_newest(folder: Path, job: str, lineage: str, steps: int) -> None:
-    """Raises SnapshotError if the job has snapshots here that are later than `steps` and of an earlier start of it:
+    """Raise SnapshotError if the job has snapshots here that are later than `steps` and of an earlier start of it:
     those that come would lie among them. Damaged ones are in nobody's way."""
     for each in reversed(snapshots_in(folder)):
         origin = each.origin
@@ -153,7 +168,7 @@ def check_is_newest(folder: Path, job: str, lineage: str, steps: int) -> None:
 
 
 def set_aside(path: Path, job: str, lineage: str) -> None:
-    """Removes a snapshot that is damaged, or of an earlier start of the job, from the place of one that is to come.
+    """Remove a damaged snapshot, or one of an earlier start of the job, to make room for the next one.
 
     Raises:
         OSError: it cannot be moved.
@@ -166,7 +181,7 @@ def set_aside(path: Path, job: str, lineage: str) -> None:
 
 
 def keep_newest(folder: Path, job: str, keep: int) -> None:
-    """Removes all but the newest complete snapshots of a job, and what killed processes have left.
+    """Remove all but the newest complete snapshots of a job, and leftovers of killed processes.
 
     Raises:
         SnapshotError: the folder cannot be read.
@@ -188,7 +203,7 @@ def _is_damaged(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """First its name goes, so that nobody finds half of it."""
+    """Remove a snapshot, its name first, so that nobody finds half of it."""
     gone = path.with_name(hidden_name(path, secrets.token_hex(4)))
     with suppress(FileNotFoundError):
         path.rename(gone)

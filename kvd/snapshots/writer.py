@@ -1,4 +1,4 @@
-"""Writes a snapshot, key by key. At most one part and one key are in memory."""
+"""Writer of snapshots, key by key. At most one part and one key are in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvd.protocol.specs import KeySpec, TableSpec
 from kvd.snapshots import manifest
 from kvd.snapshots.folder import NewFolder, is_taken
 from kvd.snapshots.hashing import digest_of, hashed_beside
-from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart, StoredTable
+from kvd.snapshots.manifest import Manifest, Origin, Piece, Slot, StoredKey, StoredPart, StoredProgram, StoredTable
 from kvd.snapshots.parts import packed
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.tables.stored_rows import StoredRows
@@ -27,7 +27,7 @@ PART_BYTES = 64 << 20  # the values of a part have at most so many bytes
 
 
 def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_from: str = "") -> bool:
-    """Whether this very snapshot is there already: worker 0 may have died after it wrote it.
+    """Return whether this very snapshot exists: worker 0 may have died after writing it.
 
     Args:
         clocks: of each key.
@@ -59,7 +59,7 @@ def is_written(path: Path, origin: Origin, clocks: Mapping[str, int], restored_f
 
 
 class TableContent(NamedTuple):
-    """What makes a key a table, and the ids of its rows, ascending."""
+    """Table properties of a key, and the ids of its rows in ascending order."""
 
     spec: TableSpec
     ids: Array
@@ -75,10 +75,25 @@ class KeyContent(NamedTuple):
     state: Mapping[str, Array]
     merge: str = ""
     table: TableContent | None = None
+    gradients: bool = False
+
+
+class ProgramContent(NamedTuple):
+    """The state of a program that updates the weights itself.
+
+    Attributes:
+        weights: by key; they are the values of these keys.
+        layout: says what the state consists of.
+        state: its other bytes.
+    """
+
+    weights: Mapping[str, Array]
+    layout: bytes
+    state: Array
 
 
 def table_content(key: str, spec: KeySpec, stored: StoredRows, clock: int) -> KeyContent:
-    """A table as a key of a snapshot.
+    """Return a table as a key of a snapshot.
 
     Args:
         stored: all its rows, ids ascending.
@@ -113,6 +128,7 @@ class SnapshotWriter:
         self._earlier = earlier
         self._keys: list[StoredKey] = []
         self._parts: list[StoredPart] = []
+        self._program: StoredProgram | None = None
         self._pending: dict[str, Array] = {}  # of the part that is not full yet
         self._pending_bytes = 0
         self._rests = False
@@ -128,12 +144,13 @@ class SnapshotWriter:
         state: Mapping[str, Array],
         merge: str = "",
         table: TableContent | None = None,
+        gradients: bool = False,
     ) -> None:
-        """One key. The arrays must not be changed until `finish`.
+        """Write one key. The arrays must not change until `finish`.
 
         Args:
             value: in the shape of the key; of a table its rows, shape (rows, …shape of a row).
-            clock, updates, merge: see `StoredKey`.
+            clock, updates, merge, gradients: see `StoredKey`.
             state: the optimizer's arrays by slot, each with as many elements as the value; of a table, some per row.
         """
         with _said(self._path):
@@ -147,10 +164,10 @@ class SnapshotWriter:
         shape, stored = tuple(value.shape), None
         if table is not None:
             shape, stored = shape[1:], StoredTable(table.spec, len(table.ids), ids)
-        self._keys.append(StoredKey(key, name, shape, clock, updates, weight, slots, merge, stored))
+        self._keys.append(StoredKey(key, name, shape, clock, updates, weight, slots, merge, stored, gradients))
 
     def add_group(self, contents: Sequence[KeyContent], *, rests: bool) -> None:
-        """Keys in parts of their own.
+        """Write keys into parts of their own.
 
         Args:
             rests: they have probably not changed since they were written into earlier parts. A wrong guess costs time.
@@ -164,17 +181,25 @@ class SnapshotWriter:
         finally:
             self._rests = False
 
-    def finish(self) -> Manifest:
-        """Writes the rest, and gives the folder its name. Returns what is in it."""
+    def add_program(self, content: ProgramContent) -> None:
+        """The state of the program, in parts of its own. The weights are those of the keys."""
         self._end_part()
-        content = Manifest(self._origin, tuple(self._keys), tuple(self._parts))
+        with _said(self._path):
+            layout = self._put("layout", "", np.frombuffer(content.layout, np.uint8))
+            self._program = StoredProgram(layout, self._put("program", "", content.state))
+        self._end_part()
+
+    def finish(self) -> Manifest:
+        """Write the rest, give the folder its name, and return its manifest."""
+        self._end_part()
+        content = Manifest(self._origin, tuple(self._keys), tuple(self._parts), self._program)
         with _said(self._path):
             self._folder.write(manifest.FILE, content.to_json())
             self._folder.publish()
         return content
 
     def abort(self) -> None:
-        """Removes what was written; not after `finish`."""
+        """Remove the written files; not after `finish`."""
         self._folder.discard()
 
     def _end_part(self) -> None:
@@ -183,7 +208,7 @@ class SnapshotWriter:
                 self._write_part()
 
     def _put(self, what: str, key: str, array: Array) -> tuple[Piece, ...]:
-        """Cuts an array into tensors that fit into parts. Their names tell apart any keys."""
+        """Cut an array into tensors that fit into parts, with names that are unique for all keys."""
         if array.nbytes <= self._part_bytes:
             return (self._put_piece(f"{what}|{key}", array, array.size),)
         flat = array.reshape(-1)
@@ -224,7 +249,7 @@ class SnapshotWriter:
 
 @contextmanager
 def _said(path: Path) -> Iterator[None]:
-    """An error of the file system says what it means for the snapshot."""
+    """Convert errors of the file system to SnapshotErrors."""
     try:
         yield
     except OSError as error:

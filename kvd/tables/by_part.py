@@ -41,7 +41,7 @@ class IdsInParts(NamedTuple):
 
 
 def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> RowsInParts:
-    """The rows of a push to a table of so many parts. Rows of the same id are added up in their order.
+    """Return the rows of a push to a table of so many parts. Rows of the same id are added up in their order.
 
     Args:
         memory: gives so many bytes, as uint8.
@@ -63,8 +63,10 @@ def rows_in_parts(pushed: Rows, parts: int, memory: Callable[[int], Array]) -> R
 
 
 def ids_in_parts(ids: Ids, parts: int) -> IdsInParts:
-    """The rows of a pull from a table of so many parts: each once. Those that come up again are asked for again if they
-    are few: then they need not be sorted, and from one part they arrive in the order in which they are wanted."""
+    """Divide the ids of a pull among so many parts, each id once.
+
+    A few duplicates are left in: then ids need no sorting, and rows from one part arrive in the wanted order.
+    """
     if num_distinct(ids) >= len(ids) * (1 - _FEW):
         if parts == 1:
             return IdsInParts(ids, ((0, ids.nbytes),), None)
@@ -87,8 +89,10 @@ def _ranges(ends: Sequence[int]) -> Ranges:
 
 
 def _ordered(given: InOrder, parts: int) -> tuple[InOrder, list[tuple[slice, int]]]:
-    """The ids in the order of their parts, ascending in each; and of each part, which ones they are, and how many
-    differ."""
+    """Return the ids in the order of their parts, ascending in each.
+
+    Also return, for each part, the positions of its ids and the number of distinct ones.
+    """
     if parts == 1:
         return given, [(slice(0, len(given.ids)), given.num_distinct)]
     ids, places, num_distinct_ = given
@@ -113,7 +117,7 @@ def _ordered(given: InOrder, parts: int) -> tuple[InOrder, list[tuple[slice, int
 
 
 def _split(ids: Ids, parts: int) -> tuple[Ids, Places, list[int]]:
-    """The ids in the order of their parts, the place of each among them, and the end of each part."""
+    """Return the ids in the order of their parts, the place of each among them, and the end of each part."""
     loop = id_loop("split_ids", len(ids))
     if loop is not None:
         by_part, where = np.empty((2, len(ids)), np.int64)

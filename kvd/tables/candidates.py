@@ -1,4 +1,4 @@
-"""How often rows that a table does not have yet were named: they are admitted when it is often enough.
+"""Admission of new rows: counts of how often each was named before it is made.
 
 Two generations bound the memory: counts go into the young one; when that is full, it becomes the old one, and the one
 that was old is forgotten. A candidate that is named again moves to the young one with its count.
@@ -40,7 +40,7 @@ class Candidates:
         return self._young.nbytes + self._old.nbytes
 
     def counts(self, ids: Ids) -> Counts:
-        """How often each was named; 0 for those that are no candidates."""
+        """Return the count of each id; 0 for ids that are no candidates."""
         counts = self._young.counts(ids)
         rest = np.flatnonzero(counts < 0)
         counts[rest] = np.maximum(self._old.counts(ids[rest]), 0)
@@ -61,7 +61,7 @@ class Candidates:
                 self._following[-1].reserve(max(0, min(more - first, full)))
 
     def set(self, ids: Ids, counts: Counts, rows: int) -> None:
-        """These were named so often.
+        """Set the counts of these ids.
 
         Args:
             rows: of the table: a fourth of as many candidates are remembered, if that is more.
@@ -76,21 +76,21 @@ class Candidates:
         self._following = []
 
     def forget(self, ids: Ids) -> None:
-        """These begin with 0."""
+        """Reset the counts of these ids to 0."""
         self._young.set_to_zero(ids)
         self._old.set_to_zero(ids)
 
     def _full(self, rows: int) -> int:
-        """How many candidates a generation has before the next one begins."""
+        """Return the number of candidates in a generation."""
         return max(self._remembered, rows // 4)
 
     def state(self) -> dict[str, Ids]:
-        """All there is to know of them: for each generation, ids ascending, and their counts."""
+        """Return the whole state: for each generation, ids ascending, and their counts."""
         young, old = self._young.items(), self._old.items()
         return {"young_ids": young[0], "young_counts": young[1], "old_ids": old[0], "old_counts": old[1]}
 
     def restore(self, state: Mapping[str, Ids]) -> None:
-        """Be those of this state."""
+        """Restore this state."""
         self._young, self._old = _Generation(), _Generation()
         self._young.set(state["young_ids"], state["young_counts"])
         self._old.set(state["old_ids"], state["old_counts"])
@@ -109,7 +109,7 @@ class _Generation:
         return self._index.nbytes + self._counts.nbytes
 
     def counts(self, ids: Ids) -> Counts:
-        """-1 for those that are not in it."""
+        """Return the count of each id; -1 for absent ones."""
         places = self._index.find(ids)
         counts = np.full(len(ids), -1, np.int64)
         there = np.flatnonzero(places >= 0)

@@ -36,16 +36,16 @@ class Columns:
 
     @property
     def row_nbytes(self) -> int:
-        """Of a row with the optimizer's state."""
+        """Bytes of a row with the optimizer's state."""
         return sum([arena.width for arena in self._all()]) * self._dtype.itemsize
 
     @property
     def slot_widths(self) -> dict[str, int]:
-        """What the optimizer keeps of each row: names, and numbers per row."""
+        """Slots of the optimizer: names, and numbers per row."""
         return {name: arena.width for name, arena in self.slots.items()}
 
     def has_slots(self, widths: Mapping[str, int]) -> bool:
-        """Whether these slots are there, as wide as that."""
+        """Return whether these slots exist with these widths."""
         slots = self.slots
         return all(name in slots and slots[name].width == width for name, width in widths.items())
 
@@ -69,7 +69,7 @@ class Columns:
             raise
 
     def forget_slots(self) -> None:
-        """Have no slots."""
+        """Remove all slots."""
         self.slots = {}
 
     def require(self, count: int) -> None:
@@ -78,11 +78,11 @@ class Columns:
             arena.require(count)
 
     def rows_at(self, places: Places) -> list[Array]:
-        """Copies of the rows at these places: the weights, then the slots."""
+        """Return copies of the rows at these places: the weights, then the slots."""
         return [arena.take(places, np.empty((len(places), arena.width), self._dtype)) for arena in self._all()]
 
     def slots_at(self, places: Places) -> list[Array]:
-        """Copies of the slots alone."""
+        """Return copies of the slots alone."""
         slots = self.slots.values()
         return [arena.take(places, np.empty((len(places), arena.width), self._dtype)) for arena in slots]
 
@@ -92,12 +92,12 @@ class Columns:
             arena.put(places, rows)
 
     def clear(self, places: Places | slice) -> None:
-        """Zeros are at these places then."""
+        """Set these places to zeros."""
         for arena in self._all():
             arena.where_they_lie()[places] = 0
 
     def close_up(self, moves: Moves) -> None:
-        """Rows were removed, and others take their places."""
+        """Move rows to the places of removed ones."""
         for arena in self._all():
             arena.close_up(moves)
 

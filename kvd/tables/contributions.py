@@ -26,7 +26,7 @@ from kvd.tables.row_values import Rows
 
 
 class Contributed(NamedTuple):
-    """What one worker has pushed.
+    """Push of one worker.
 
     Attributes:
         rows: any ids, also several times the same: those are added up first.
@@ -40,7 +40,7 @@ class Contributed(NamedTuple):
 
 
 def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: int, dtype: np.dtype[Any]) -> MergedRows:
-    """The merged rows. They refer to the memory of the contributions.
+    """Return the merged rows. They refer to the memory of the contributions.
 
     Args:
         width, dtype: of a row.
@@ -61,7 +61,7 @@ def merged_rows(contributions: Sequence[Contributed], mode: MergeMode, width: in
 
 
 def _distinct(given: Contributed) -> Rows:
-    """Those of one worker, added up. There is nothing to do when they come from another process."""
+    """Return the rows of one worker with duplicates added up. Rows from another process have none."""
     ids = given.rows.ids
     if given.is_ascending or are_ascending(ids):
         return given.rows

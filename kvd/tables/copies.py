@@ -33,7 +33,7 @@ CHECKED_NBYTES = 8 << 20  # about so much is read for one checksum
 
 
 class _Head(NamedTuple):
-    """What a piece says of its part.
+    """Head of a piece: the description of its part.
 
     Attributes:
         version, step: the updates of the part, and those of them that an optimizer made.
@@ -54,28 +54,28 @@ class _Head(NamedTuple):
 
     @property
     def section(self) -> int:
-        """Which of the counts has these rows."""
+        """Index of the count of these rows."""
         ends = list(accumulate(self.counts))
         return min(bisect_right(ends, self.position), len(ends) - 1)
 
     @property
     def num_aside(self) -> int:
-        """Of how many updates rows were put aside."""
+        """Number of updates with rows put aside."""
         return len(self.counts) - 1 - len(self.keeping)
 
     @property
     def is_of_part(self) -> bool:
-        """Whether these are rows as they are."""
+        """True if these are rows of the part."""
         return self.section == self.num_aside
 
     @property
     def is_of_keeping(self) -> bool:
-        """Whether these are numbers."""
+        """True if these are numbers of the keeper."""
         return self.section > self.num_aside
 
 
 class PartReader:
-    """Reads a part that does not change meanwhile."""
+    """Reader of a part that does not change meanwhile."""
 
     def __init__(self, part: TablePart) -> None:
         self._part = part
@@ -83,8 +83,9 @@ class PartReader:
         self._keeping = part.table.keeping_state()
 
     def piece(self, position: int, most_nbytes: int, allocate: Callable[[int], Array]) -> tuple[Array, int | None]:
-        """The piece that begins at a position, and where the next begins; None: this was the last. There is always a
-        first one.
+        """Return the piece at a position, and the position of the next one; None after the last.
+
+        There is always a first piece.
 
         Args:
             most_nbytes: of its rows; there is one row at least.
@@ -110,7 +111,7 @@ class PartReader:
 
 
 class PartWriter:
-    """Makes a part of its pieces, which come in their order; one that came before changes nothing.
+    """Builder of a part from its pieces, in their order. A repeated piece is ignored.
 
     Args:
         parts: of the table, of which this is one.
@@ -132,7 +133,7 @@ class PartWriter:
         return self._table.nbytes + aside + sum([each.nbytes for pieces in self._keeping.values() for each in pieces])
 
     def add(self, piece: Array) -> None:
-        """Takes a piece, as uint8.
+        """Add a piece, as uint8.
 
         Raises:
             ProtocolError: it is none of this part, or others are missing before it.
@@ -159,7 +160,7 @@ class PartWriter:
         self._position += head.num_rows
 
     def part(self) -> TablePart:
-        """The part, when all pieces are there.
+        """Return the part, once all pieces have arrived.
 
         Raises:
             ProtocolError: some are missing, or do not say which rows are kept.
@@ -177,7 +178,7 @@ class PartWriter:
         return TablePart(self._description, self._key, self._table, aside, head.version)
 
     def _arrays(self, head: _Head, body: Array) -> list[Array]:
-        """The ids, rows and slots of a piece, as they arrived."""
+        """Return the ids, rows and slots of a piece, as they arrived."""
         dtype = self._description.numpy_dtype
         kinds = [(1, np.dtype(np.int64))]
         if not head.is_of_keeping:
@@ -207,7 +208,7 @@ class PartWriter:
 
 
 def checksum_of(part: TablePart) -> tuple[int, int]:
-    """A checksum of about `CHECKED_NBYTES` of a part, and how many bytes were read for it.
+    """Return a checksum of about `CHECKED_NBYTES` of a part, and how many bytes were read for it.
 
     It is the same for parts that have the same rows, wherever these lie; so that all rows have their turn, the version
     says which are looked at.
@@ -245,7 +246,7 @@ def _joined(pieces: Sequence[Rows], description: RowSparse) -> Rows:
 
 
 def _parsed(piece: Array, key: str) -> tuple[_Head, Array]:
-    """The head of a piece, and what follows it."""
+    """Return the head of a piece, and what follows it."""
     plain, body = unpacked(piece, key)
     try:
         version, step, counts, slots, keeping, position, count = plain

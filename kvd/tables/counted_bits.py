@@ -18,7 +18,7 @@ _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
 
 
 def mix(bits: Bits) -> Bits:
-    """The finalizer: every bit of the result depends on all bits; different numbers have different results."""
+    """Return the finalizer: every bit of the result depends on all bits; different numbers have different results."""
     first, second, third = _SHIFTS
     mixed: Bits = (bits ^ (bits >> first)) * _FIRST
     mixed ^= mixed >> second

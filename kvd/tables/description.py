@@ -1,4 +1,4 @@
-"""What a program says of a table when it makes one."""
+"""Description of a table by the program that makes it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RowSparse:
 
 
 def _parted(shape: Iterable[int]) -> tuple[int, tuple[int, ...]]:
-    """The number of rows, and the shape of one."""
+    """Return the number of rows, and the shape of one."""
     dimensions = _dimensions("shape", shape)
     if not dimensions:
         raise NotAllowed("the shape of a table begins with the number of its rows: shape=() has none")
@@ -138,7 +138,7 @@ def _dimensions(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _number(name: str, value: object, most: int) -> int:
-    """An argument that may be None; 0 stands for that."""
+    """Return an argument that may be None; 0 stands for None."""
     if value is None and name != "admit_after":
         return 0
     try:

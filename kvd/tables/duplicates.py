@@ -28,12 +28,12 @@ class InOrder(NamedTuple):
 
 
 def added_up(ids: Ids, rows: Array) -> MergedRows:
-    """These rows, shape (ids, width); of the same id, their sum."""
+    """Return the rows, shape (ids, width), with those of the same id added up."""
     return _added_up(in_order(ids), rows)
 
 
 def add_up_into(given: InOrder, rows: Array, ids: Ids, out: Array) -> None:
-    """The same in memory that is there.
+    """Add up rows of the same id into existing memory.
 
     Args:
         given: the ids of the rows.
@@ -64,7 +64,7 @@ def _added_up(given: InOrder, rows: Array) -> MergedRows:
 
 
 def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
-    """The ids of two lists, ascending as both are, and the place of each in either list; -1: it is not there."""
+    """Return the ids of two lists, ascending as both are, and the place of each in either list; -1: it is not there."""
     total = len(first) + len(second)
     loop = id_loop("merge_ids", total)
     if loop is not None:
@@ -82,7 +82,7 @@ def of_both(first: Ids, second: Ids) -> tuple[Ids, Places, Places]:
 
 
 def in_order(ids: Ids) -> InOrder:
-    """The ids, ascending."""
+    """Return the ids, ascending."""
     loop = id_loop("sort_ids", len(ids))
     if loop is not None:
         ordered, order = np.empty((2, len(ids)), np.int64)
@@ -98,7 +98,7 @@ def in_order(ids: Ids) -> InOrder:
 
 
 def num_distinct(ids: Ids) -> int:
-    """How many ids differ."""
+    """Return the number of distinct ids."""
     loop = id_loop("count_ids", len(ids))
     if loop is not None:
         return int(loop(np.ascontiguousarray(ids)))
@@ -106,7 +106,7 @@ def num_distinct(ids: Ids) -> int:
 
 
 def are_ascending(ids: Ids) -> bool:
-    """Whether each of them is larger than the one before."""
+    """Return whether the ids are strictly ascending."""
     loop = id_loop("are_ascending", len(ids))
     if loop is not None:
         return bool(loop(np.ascontiguousarray(ids)))
@@ -114,14 +114,14 @@ def are_ascending(ids: Ids) -> bool:
 
 
 def firsts(ordered: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which ids of an ascending list are the first of their kind."""
+    """Return a mask of the ids that differ from the one before, for an ascending list."""
     is_first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
     return is_first
 
 
 def _add_up(starts: Places, ends: Places, order: Places, rows: Array, sums: Array) -> None:
-    """Into each of the sums the rows that `order` names from a start to an end, in this order."""
+    """Add up into each sum the rows that `order` names between a start and an end, in this order."""
     loop = loop_for("add_rows", rows.dtype, rows.dtype).ready(sums.size) if rows.flags.c_contiguous else None
     if loop is not None:
         loop(starts, ends, order, rows, sums)

@@ -25,8 +25,9 @@ class _Aside(NamedTuple):
 
 
 class EarlierRows:
-    """What was put aside, update by update. The memory of what is forgotten is used again: new memory costs more time
-    than writing the rows.
+    """Rows as they were before each of the last updates.
+
+    Memory of forgotten updates is reused: new memory costs more time than writing the rows.
 
     Args:
         width, dtype: of a row.
@@ -40,7 +41,7 @@ class EarlierRows:
         self._kept: deque[_Aside] = deque()
 
     def __len__(self) -> int:
-        """The updates before which there are rows."""
+        """Return the number of updates with earlier rows."""
         return len(self._kept)
 
     @property
@@ -49,8 +50,10 @@ class EarlierRows:
         return sum([each.ids.nbytes + each.memory.nbytes for each in self._kept])
 
     def room(self, count: int) -> Array:
-        """Memory for the rows of the next update: room for at least so many. It may be that of the rows which nobody
-        asks for after that update, so write to it only when the update cannot fail any more."""
+        """Return memory for at least so many rows of the next update.
+
+        It may be that of the oldest rows, so write to it only once the update cannot fail any more.
+        """
         if len(self._kept) == self._updates:
             oldest = self._kept[0].memory
             if count <= len(oldest) <= _TOO_LARGE * count:
@@ -58,7 +61,7 @@ class EarlierRows:
         return np.empty((count, self._width), self._dtype)
 
     def put_aside(self, ids: Ids, memory: Array, evicted: Rows) -> None:
-        """An update of these ids, ascending, was made, and the memory begins with their rows as they were before.
+        """Record an update of these ascending ids; the memory begins with their earlier rows.
 
         Args:
             evicted: rows that have gone after the update, and what they were by then.
@@ -67,15 +70,15 @@ class EarlierRows:
         self._append(_with(aside, evicted) if len(evicted.ids) else aside)
 
     def forget(self) -> None:
-        """Nothing is put aside: no version before the newest can be read."""
+        """Drop all earlier rows: no version before the newest can be read."""
         self._kept.clear()
 
     def kept(self) -> list[Rows]:
-        """What was put aside, the oldest first."""
+        """Return the earlier rows, the oldest update first."""
         return [Rows(each.ids, each.memory[: len(each.ids)]) for each in self._kept]
 
     def add(self, rows: Rows) -> None:
-        """Rows that another node has put aside, ids ascending: after those that are here. They are copied."""
+        """Append earlier rows from another node, ids ascending. They are copied."""
         self._append(_Aside(rows.ids.copy(), rows.rows.copy()))
 
     def _append(self, aside: _Aside) -> None:
@@ -94,7 +97,7 @@ class EarlierRows:
 
 
 def _with(aside: _Aside, rows: Rows) -> _Aside:
-    """Others put among them, but those that are there."""
+    """Return earlier rows with others merged in, without duplicates."""
     is_new = ~np.isin(rows.ids, aside.ids, assume_unique=True)
     ids = rows.ids[is_new]
     at = np.searchsorted(aside.ids, ids)

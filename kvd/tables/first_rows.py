@@ -22,7 +22,7 @@ PAGE_NBYTES = 4 << 20  # of rows, on their way to one server
 
 
 def first_rows(table: RowSparse, key: str | int) -> StoredRows | None:
-    """What `RowSparse` was given as `values`; None: nothing.
+    """Return the rows that `RowSparse` was given as `values`; None if there were none.
 
     Raises:
         ShapeMismatch, DtypeMismatch, NotAllowed: they are no rows of this table.
@@ -57,7 +57,7 @@ class RowPages(NamedTuple):
 
 
 def pages_of(stored: StoredRows, parts: int, memory: Callable[[int], Array]) -> RowPages:
-    """The rows in pieces for each of so many parts; none for a part without rows.
+    """Return the rows in pieces for each of so many parts; none for a part without rows.
 
     Args:
         memory: gives so many bytes, as uint8.
@@ -81,7 +81,7 @@ def pages_of(stored: StoredRows, parts: int, memory: Callable[[int], Array]) -> 
 
 
 def _are_pairs(values: object) -> bool:
-    """Whether they are ids and rows, or a list of such."""
+    """Return whether the value is a pair of ids and rows, or a list of such pairs."""
     return all(isinstance(each, tuple) for each in values) if isinstance(values, list) else isinstance(values, tuple)
 
 

@@ -46,11 +46,11 @@ class InitialRows:
 
     @property
     def are_zeros(self) -> bool:
-        """Whether all of them are zeros."""
+        """Return whether all initial values are zeros."""
         return isinstance(self._initializer, Zeros)
 
     def rows(self, ids: Ids) -> Array | None:
-        """The rows of these ids, shape (ids, width); None: there are none, or they are zeros, as new memory is."""
+        """Return the rows of these ids, shape (ids, width), or None if they are zeros or there are none."""
         if not len(ids) or self.are_zeros:
             return None
         rows = np.empty((len(ids), self._width), self._dtype)
@@ -75,7 +75,7 @@ class InitialRows:
             out[tile] = self._drawn(starts)
 
     def _drawn(self, starts: Bits) -> Array:
-        """In float64, so that an element of float32 is that of float64, rounded."""
+        """Draw in float64, so that an element of float32 is the rounded one of float64."""
         rule = self._initializer
         numbers = np.arange(self._width, dtype=np.uint64)
         if isinstance(rule, Uniform):
@@ -92,13 +92,13 @@ class InitialRows:
 
 
 def _sum_of_lanes(bits: Bits) -> Bits:
-    """The sum of the four numbers of 16 bits in each."""
+    """Return the sum of the four 16-bit numbers in each."""
     pairs: Bits = (bits & _LANE) + ((bits >> _16) & _LANE)
     return (pairs + (pairs >> _32)) & _WORD
 
 
 def _bent(total: Bits) -> Array:
-    """Nearly normal numbers, of sums of twelve 16-bit numbers."""
+    """Convert sums of twelve 16-bit numbers to nearly normal numbers."""
     r = total.astype(np.float64)
     r -= 12 * 32767.5  # the mean: the distribution is symmetric, to the bit
     r /= 4 * 65536.0

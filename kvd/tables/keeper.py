@@ -1,4 +1,4 @@
-"""Which rows a table keeps: which are admitted, and which are evicted.
+"""Retention of a table's rows: admission and eviction.
 
 All of it follows from the pushes that the table got, in their order, and from nothing else: no clock and no read has a
 part in it. So servers that get the same pushes keep the same rows.
@@ -30,7 +30,7 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 class _Naming(NamedTuple):
-    """What an update says to the candidates: ids ascending."""
+    """Effect of an update on the candidates: ids ascending."""
 
     waiting: Ids
     counts: Ids
@@ -38,7 +38,7 @@ class _Naming(NamedTuple):
 
 
 class Keeper:
-    """Goes with one table, or with one part of it. Not safe to use from several threads.
+    """Keeper of one table, or of one part of it. Not thread-safe.
 
     Args:
         keeping: what the program wants.
@@ -81,7 +81,7 @@ class Keeper:
     # ── an update ──
 
     def admitted(self, ids: Ids) -> Array | None:
-        """Which of the rows that an update names it may change, as a mask; None: all. Nothing is noted yet.
+        """Return a mask of the named rows that an update may change; None stands for all. Nothing is recorded yet.
 
         Args:
             ids: ascending, each once.
@@ -102,8 +102,7 @@ class Keeper:
         return mask
 
     def begin(self, ids: Ids, places: Places, row_nbytes: int) -> Ids:
-        """Which rows the table does not keep after an update: some of those that are there, and of those that it
-        names. `note` or `take_back` comes next.
+        """Return the rows to evict after an update, among existing and named ones. Call `note` or `take_back` next.
 
         Args:
             ids: that it names, ascending, each once: the admitted ones.
@@ -137,7 +136,7 @@ class Keeper:
         return self._going
 
     def take_back(self) -> None:
-        """The update that was begun has failed: it counts for nothing."""
+        """Undo a begun update that has failed."""
         self._naming = None
         self._going = _NO_IDS
         if self._recency is not None:
@@ -155,7 +154,7 @@ class Keeper:
             self._recency.reserve(count, touched)
 
     def note(self, ids: Ids, places: Places, num_named: int) -> None:
-        """The update was made: it cannot fail any more, so this needs no memory but what was reserved.
+        """Record an update that was made. It can no longer fail, so this uses reserved memory only.
 
         Args:
             ids, places: of the rows that it has changed, ids ascending, each once.
@@ -170,8 +169,7 @@ class Keeper:
         self._naming = None
 
     def stored(self, ids: Ids, places: Places, num_before: int) -> None:
-        """The rows of these ids, in any order, at these places, for which room was reserved, were stored: they are as
-        old as the newest update.
+        """Record stored rows, in any order: they are as old as the newest update. Room was reserved.
 
         Args:
             num_before: how many rows there were: places from there on are new.
@@ -182,7 +180,7 @@ class Keeper:
     # ── evictions ──
 
     def evicted(self) -> None:
-        """The rows that `begin` said have gone."""
+        """Record the eviction of the rows that `begin` returned."""
         ids, self._going = self._going, _NO_IDS
         if self._evicted is None or not len(ids):
             return
@@ -193,12 +191,12 @@ class Keeper:
             self._evicted.drop(excess)
 
     def moved(self, moves: Moves) -> None:
-        """Rows were removed, and others have taken their places."""
+        """Record moves of rows to the places of removed ones."""
         if self._recency is not None:
             self._recency.moved(moves)
 
     def _most(self, count: int, row_nbytes: int) -> int:
-        """How many of so many rows are kept in this part."""
+        """Return the most of `count` rows that this part keeps."""
         most = count
         if self._keeping.max_rows:
             most = min(most, -(-self._keeping.max_rows // self._parts))
@@ -210,12 +208,12 @@ class Keeper:
     # ── what has changed ──
 
     def updated_since(self, number: int) -> Ids:
-        """The rows that were changed after this update and are there, ascending. Updates are tracked."""
+        """Return the rows that were changed after this update and are there, ascending. Updates are tracked."""
         assert self._recency is not None
         return self._recency.since(number)
 
     def evicted_since(self, number: int) -> Ids:
-        """The rows that were evicted after this update and are not there, ascending.
+        """Return the rows that were evicted after this update and are not there, ascending.
 
         Raises:
             NotAllowed: there were too many evictions since.
@@ -231,7 +229,7 @@ class Keeper:
     # ── copies ──
 
     def state(self) -> dict[str, Ids]:
-        """All there is to know, as arrays of int64, for a keeper of a table with the same rows."""
+        """Return the whole state as arrays of int64, for a keeper of a table with the same rows."""
         state: dict[str, Ids] = {"number": np.array([self.number, self._forgotten])}
         if self._recency is not None:
             ids = np.sort(self._index.ids())
@@ -243,7 +241,7 @@ class Keeper:
         return state
 
     def restore(self, state: Mapping[str, Ids]) -> bool:
-        """Go on where the keeper was whose `state` this is. The rows of the table are there already.
+        """Restore a `state`. The rows of the table must exist already.
 
         Returns:
             False, and nothing was changed, if it is no state of a keeper like this with these rows.
@@ -261,7 +259,7 @@ class Keeper:
         return True
 
     def marks(self, ids: Ids) -> list[Ids]:
-        """What is the same in keepers that keep the same: some numbers, and the last updates of these rows."""
+        """Return arrays that are equal in keepers of the same rows: numbers, and the last updates of these rows."""
         candidates = 0 if self._candidates is None else len(self._candidates)
         evicted = 0 if self._evicted is None else len(self._evicted)
         found = np.array([self.number, self._forgotten, candidates, evicted])
@@ -283,12 +281,12 @@ _PAIRS = (("ids", "last"), ("young_ids", "young_counts"), ("old_ids", "old_count
 
 
 def _is_ordered(state: Mapping[str, Ids], ids: str, numbers: str) -> bool:
-    """Evictions are in the order of their updates, all others in that of their ids, each of which is there once."""
+    """Return whether evictions are in the order of their updates, and all other lists in that of their distinct ids."""
     if ids == "evicted_ids":
         return bool((state[numbers][1:] >= state[numbers][:-1]).all())
     return bool((state[ids][1:] > state[ids][:-1]).all() and (state[ids][:1] >= 0).all())
 
 
 def may_evict(keeping: Keeping) -> bool:
-    """Whether rows may be evicted."""
+    """Return whether rows may be evicted."""
     return bool(keeping.ttl_updates or keeping.max_rows or keeping.max_bytes)

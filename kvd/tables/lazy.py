@@ -101,7 +101,7 @@ class LazyRule:
         slots: list[RowArena],
         before: Array | None,
     ) -> bool:
-        """Makes the update where the rows lie, with a compiled loop that does the same; False if none is ready."""
+        """Update the rows in place with an equal compiled loop. Return False if none is ready."""
         name = loop_name(self._kernel)
         if name not in ROW_LOOPS or self._goes_by_row or not merged.are_contiguous:
             return False
@@ -122,7 +122,7 @@ class LazyRule:
         return True
 
     def _numbers(self, step: int) -> tuple[Array, bool]:
-        """The numbers of the update as compiled loops take them, and whether rows decay by way of the gradient."""
+        """Return the numbers of the update for compiled loops, and whether the gradient includes the decay."""
         rescale, clip, wd = shared_scalars(self._optimizer)
         own = self._kernel.scalars(step)
         return np.array((1.0, 1.0, 1.0, rescale, -clip, clip, wd, *own), self._dtype), wd != 0.0
@@ -195,8 +195,10 @@ class LazyRule:
 
 
 def row_sums(rows: Array) -> Array:
-    """The sum of each row, shape (rows, 1), in an order that does not depend on how NumPy was built: the second half of
-    the elements is added to the first, and so on. Overwrites the rows."""
+    """Return the sum of each row, shape (rows, 1), by adding the second half of the elements to the first, repeatedly.
+
+    The order does not depend on NumPy's build. Overwrites the rows.
+    """
     left = rows.shape[1]
     while left > 1:
         half = left // 2

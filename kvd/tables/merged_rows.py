@@ -1,4 +1,4 @@
-"""Rows to update, one for each row id: what is left to add up and to divide is done when they are taken."""
+"""Rows to update, one for each row id. Pending additions and divisions are made when the rows are read."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class MergedRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.ids)
 
     @property
     def are_contiguous(self) -> bool:
-        """Whether compiled loops take the rows as they are."""
+        """True if compiled loops accept the rows."""
         return bool(self.first.flags.c_contiguous and self.second.flags.c_contiguous)
 
     def only(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> MergedRows:
-        """Some of them."""
+        """Return the rows that a mask selects."""
         return self._replace(ids=self.ids[mask], left=self.left[mask], right=self.right[mask])
 
     def rows(self, out: Array | None = None) -> Array:
-        """All of them, in memory of their own, or in ``out``; shape (ids, width)."""
+        """Return all rows, merged, in new memory or in ``out``; shape (ids, width)."""
         if out is None:
             out = np.empty((self.num_rows, self.first.shape[1]), self.first.dtype)
         step = max(1, TILE // max(1, out.shape[1]))
@@ -92,7 +92,7 @@ class MergedRows(NamedTuple):
 
 
 def plain(ids: Ids, rows: Array) -> MergedRows:
-    """Rows with which nothing is to be done."""
+    """Return rows that need no merging."""
     return MergedRows(ids, np.arange(len(ids)), np.full(len(ids), -1), rows, rows[:0])
 
 

@@ -31,7 +31,7 @@ class NumberedIds:
 
     @property
     def numbers(self) -> Ids:
-        """Of the ids, never falling. Not a copy."""
+        """Numbers of the ids, never decreasing. Not a copy."""
         return self._entries[1, self._head : self._tail]
 
     @property
@@ -48,7 +48,7 @@ class NumberedIds:
             self._entries, self._head, self._tail = entries, 0, len(self)
 
     def append(self, ids: Ids, number: int) -> None:
-        """These ids come with this number, in their order."""
+        """Append these ids with this number, in their order."""
         self.reserve(len(ids))
         new = slice(self._tail, self._tail + len(ids))
         self._entries[0, new] = ids
@@ -56,21 +56,21 @@ class NumberedIds:
         self._tail = new.stop
 
     def drop(self, count: int) -> None:
-        """The first ones go."""
+        """Remove the first ids."""
         self._head += count
 
     def keep(self, which: Mask) -> None:
-        """All but these go. Their order stays."""
+        """Remove all other ids. The order stays."""
         kept = self._entries[:, self._head : self._tail][:, which]
         self._head, self._tail = 0, kept.shape[1]
         self._entries[:, : self._tail] = kept
 
     def end_of(self, number: int) -> int:
-        """How many ids have at most this number: they are the first ones."""
+        """Return the number of ids with at most this number: they are the first ones."""
         return int(np.searchsorted(self.numbers, number, "right"))
 
     def replace(self, ids: Ids, numbers: Ids) -> None:
-        """These are all. The numbers never fall."""
+        """Replace all ids and numbers. The numbers must not decrease."""
         self._head = self._tail = 0
         self.append(ids, 0)
         self.numbers[:] = numbers

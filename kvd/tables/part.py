@@ -71,7 +71,7 @@ class TablePart:
 
     @property
     def put_aside(self) -> Sequence[Rows]:
-        """Of the last updates, the oldest first: the rows as they were before it, their ids ascending."""
+        """Rows as they were before each of the last updates, the oldest first, with ascending ids."""
         return self._earlier.kept()
 
     @property
@@ -82,7 +82,7 @@ class TablePart:
     # ── what arrives ──
 
     def pushed(self, payload: Array, samples: int) -> Contributed:
-        """What a worker has pushed, as it arrived: n ids, then n rows. Nothing is copied.
+        """Read the push of a worker in its arrived form: n ids, then n rows. Nothing is copied.
 
         Raises:
             ProtocolError: it is nothing of the kind.
@@ -100,7 +100,7 @@ class TablePart:
         return Contributed(Rows(ids, rows), samples, is_ascending=True)
 
     def _payload_of(self, merged: MergedRows, allocate: Callable[[int], Array]) -> Array:
-        """Merged rows as `pushed` takes them."""
+        """Convert merged rows to the form that `pushed` reads."""
         dtype, width = self._dtype, self._width
         rows_at = merged.ids.nbytes
         made = allocate(rows_at + merged.num_rows * width * dtype.itemsize)
@@ -117,7 +117,7 @@ class TablePart:
         mode: MergeMode,
         allocate: Callable[[int], Array] | None = None,
     ) -> Array | None:
-        """Makes the next version.
+        """Make the next version.
 
         Once rows are changed, the update counts. If there is no memory then to put rows aside, the versions before
         cannot be read any more.
@@ -149,7 +149,7 @@ class TablePart:
         return made
 
     def store(self, stored: StoredRows) -> None:
-        """Puts rows in place of those of their ids: the next version, before which there is none.
+        """Replace rows by id: the result is the next version, without an earlier one.
 
         Raises:
             NotAllowed: there would be too many rows.
@@ -161,7 +161,7 @@ class TablePart:
         self.version += 1
 
     def store_state(self, stored: StoredRows, *, is_first: bool) -> None:
-        """Puts what the optimizer keeps of rows in place of all that it has kept. The rows and their version stay.
+        """Replace the optimizer's state of rows. The rows and their version stay.
 
         Args:
             is_first: more of the same state may follow.
@@ -174,13 +174,13 @@ class TablePart:
         self.table.step = stored.updates
 
     def forget_optimizer(self) -> None:
-        """The next optimizer begins with new state."""
+        """Drop the optimizer's state: the next optimizer begins with new state."""
         self.table.forget_optimizer()
 
     # ── reading ──
 
     def read(self, version: int, ids: Ids, allocate: Callable[[int], Array]) -> Array:
-        """The rows of these ids at a version, in their order, as bytes.
+        """Return the rows of these ids at a version, in their order, as bytes.
 
         Args:
             allocate: gives so many bytes, as uint8.

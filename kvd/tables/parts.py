@@ -1,4 +1,4 @@
-"""Which part of a table has which rows: part of the protocol, as workers and servers must agree on it.
+"""Assignment of rows to the parts of a table. Workers and servers must agree on it, so it belongs to the protocol.
 
 A row id is hashed, so that ids in runs such as 0, n, 2n … lie on all parts; and hashed with other bits than those that
 place a row within its part (`kvd.tables.row_index`), which would be alike for all rows of a part otherwise.

@@ -25,7 +25,7 @@ _LENGTH_NBYTES = 8
 
 
 def packed(head: Any, arrays: Sequence[Array], allocate: Callable[[int], Array]) -> Array:
-    """A piece, as uint8.
+    """Return a piece, as uint8.
 
     Args:
         allocate: gives so many bytes, as uint8.
@@ -43,7 +43,7 @@ def packed(head: Any, arrays: Sequence[Array], allocate: Callable[[int], Array])
 
 
 def unpacked(piece: Array, key: str) -> tuple[Any, Array]:
-    """The head of a piece, and what follows it, as uint8.
+    """Return the head of a piece, and what follows it, as uint8.
 
     Args:
         key: the name of the table.
@@ -62,7 +62,7 @@ def unpacked(piece: Array, key: str) -> tuple[Any, Array]:
 
 
 def cut(body: Array, kinds: Sequence[tuple[int, np.dtype[Any]]], num_rows: int) -> list[Array] | None:
-    """The arrays of a piece, uncopied, of shape (rows, width); None if they have not this size.
+    """Return the arrays of a piece, uncopied, of shape (rows, width); None if they have not this size.
 
     Args:
         kinds: width and dtype of each.
@@ -78,5 +78,5 @@ def cut(body: Array, kinds: Sequence[tuple[int, np.dtype[Any]]], num_rows: int) 
 
 
 def no_piece_error(key: str) -> ProtocolError:
-    """Of bytes that make no sense."""
+    """Return the error for malformed bytes."""
     return ProtocolError(f"what came as a piece of table {key!r} is none")

@@ -1,4 +1,4 @@
-"""Which update was the last one of each row, and which rows were updated longest ago.
+"""Recency of rows: the last update of each row, and the rows that were updated longest ago.
 
 The last update of a row is a number at its place. Which rows are the oldest says a queue of all updates of rows: an
 entry counts if it is still the last update of its row. The others are thrown out when there are too many of them, so
@@ -54,20 +54,20 @@ class Recency:
             self._queue.reserve(touched)
 
     def name(self, places: Places, number: int) -> None:
-        """The update with this number names the rows at these places, and may still fail."""
+        """Name the rows of an update with this number, which may still fail."""
         last = self._last.where_they_lie()
         self._named = places, last[places, 0]
         last[places, 0] = number
 
     def take_back(self) -> None:
-        """It has failed: the rows are as old as they were."""
+        """Undo a failed update: the rows keep their age."""
         places, last = self._named
         self._last.where_they_lie()[places, 0] = last
         self._named = _NONE
         self._oldest_end = 0
 
     def note(self, ids: Ids, places: Places, number: int) -> None:
-        """The rows of these ids, ascending, at these places were updated. Room was reserved."""
+        """Record an update of these rows, ids ascending. Room was reserved."""
         self._last.where_they_lie()[places, 0] = number
         self._named = _NONE
         if self._queue is not None:
@@ -76,7 +76,7 @@ class Recency:
             self._queue.append(ids, number)
 
     def stored(self, ids: Ids, places: Places, number: int, num_before: int) -> None:
-        """The same, but it is no update: rows may be stored again, and still have one entry with this number.
+        """Record stored rows, which is no update: rows may be stored again, and keep one entry with this number.
 
         Args:
             ids: in any order.
@@ -91,12 +91,13 @@ class Recency:
                 stored.sort()  # in the order that a copy of the table makes of them: `restore`
 
     def moved(self, moves: Moves) -> None:
-        """Rows were removed, and others have taken their places."""
+        """Record moves of rows to the places of removed ones."""
         self._last.close_up(moves)
 
     def oldest(self, until: int, excess: int) -> Ids:
-        """The rows whose last update was number `until` or before, and of the others the oldest ones: `excess` in all,
-        or as many as there are. Of rows with the same last update the smaller ids are the older ones. In this order.
+        """Return the rows with a last update up to number `until`, then the oldest others, up to `excess` in all.
+
+        Among equals the smaller ids are older. The result is in this order.
 
         The next `note` takes them out of the order, since they will have gone.
         """
@@ -114,17 +115,17 @@ class Recency:
         return np.concatenate(found)
 
     def since(self, number: int) -> Ids:
-        """The rows that were updated after this update, ascending."""
+        """Return the rows that were updated after this update, ascending."""
         places = np.flatnonzero(self._last.where_they_lie()[: len(self._index), 0] > number)
         return np.sort(self._index.ids()[places])
 
     def last(self, ids: Ids) -> Ids:
-        """The last update of each of these rows."""
+        """Return the last update of each of these rows."""
         found: Ids = self._last.where_they_lie()[self._index.find(ids), 0]
         return found
 
     def restore(self, ids: Ids, last: Ids) -> None:
-        """These are the rows of the index, with the last update of each."""
+        """Restore the last updates of all rows of the index."""
         self._last.require(len(self._index))
         self._last.where_they_lie()[self._index.find(ids), 0] = last
         if self._queue is not None:
@@ -132,7 +133,7 @@ class Recency:
             self._queue.replace(ids[order], last[order])
 
     def _counting(self, part: slice) -> Mask:
-        """Which of these entries of the queue count."""
+        """Return a mask of the valid entries of the queue."""
         assert self._queue is not None
         ids, numbers = self._queue.ids[part], self._queue.numbers[part]
         places = self._index.find(ids)

@@ -17,7 +17,7 @@ _LARGE_FROM_NBYTES = 16 * _LARGE_PAGE_NBYTES  # less of it is unused than the ar
 
 
 class Moves(NamedTuple):
-    """What becomes of places when some are taken back, so that none is free among them.
+    """Moves that close the gaps after places were freed.
 
     Attributes:
         sources, holes: what is at the first ones moves to the others, each of which is there once.
@@ -54,7 +54,7 @@ class RowArena:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the elements."""
+        """Dtype of the elements."""
         dtype: np.dtype[Any] = self._rows.dtype
         return dtype
 
@@ -64,7 +64,7 @@ class RowArena:
         return self._rows.nbytes
 
     def require(self, count: int) -> None:
-        """Have room for so many rows. Raises MemoryError, and is as it was then."""
+        """Reserve room for so many rows. Raises MemoryError, and changes nothing then."""
         room = len(self._rows)
         if count > room:
             self._resize(max(count, room + room // _GROWTH + self._block))
@@ -79,7 +79,7 @@ class RowArena:
             self._rows.resize((room, self.width), refcheck=False)
 
     def _resize_pages(self, room: int) -> None:
-        """The same in large pages."""
+        """Resize in large pages."""
         nbytes = -(-room * self._row_nbytes // _LARGE_PAGE_NBYTES) * _LARGE_PAGE_NBYTES
         rows = self._rows
         width, dtype = rows.shape[1], rows.dtype
@@ -100,7 +100,7 @@ class RowArena:
                 self._rows = _rows_of(self._pages, width, dtype)
 
     def where_they_lie(self) -> Array:
-        """The rows themselves, for one calculation: they move when the next ones come."""
+        """Return the rows themselves, for one calculation: they move when the next ones come."""
         return self._rows
 
     def take(self, places: Places, out: Array) -> Array:

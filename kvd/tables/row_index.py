@@ -1,4 +1,4 @@
-"""Which row id is at which place: a hash table of arrays, whose look-ups go over many ids at once.
+"""Index of row ids: a hash table of arrays that looks up many ids at once.
 
 Open addressing with linear probing. A look-up goes in rounds: in each round every id that is still open looks at one
 more slot. At most half of the slots are taken, so most ids end in the first round, and the last few rounds are short.
@@ -29,7 +29,7 @@ _NONE: Places = np.zeros(0, np.intp)
 
 
 class Found(NamedTuple):
-    """Where ids are.
+    """Result of a look-up of ids.
 
     Attributes:
         places: of each id; -1: it has none.
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 class RowIndex:
-    """Places are given in the order 0, 1, 2 …, without a hole: if ids are removed, the last ones get their places.
+    """Index of row ids. Places are 0, 1, 2 … without gaps: the last ids move to the places of removed ones.
 
     Args:
         removable: whether ids can be removed, which takes 8 bytes more for each.
@@ -54,7 +54,7 @@ class RowIndex:
         self._make_slots(_LEAST_SLOTS)
 
     def __len__(self) -> int:
-        """How many ids have a place."""
+        """Number of ids with a place."""
         return self._count
 
     @property
@@ -63,11 +63,11 @@ class RowIndex:
         return self._ids.nbytes + self._places.nbytes + (0 if self._by_place is None else self._by_place.nbytes)
 
     def find(self, ids: Ids) -> Places:
-        """The place of each id; -1 for those that have none."""
+        """Return the place of each id; -1 for those that have none."""
         return self.found(ids).places
 
     def found(self, ids: Ids) -> Found:
-        """The place of each id, and which ids have none."""
+        """Return the place of each id, and which ids have none."""
         loop = id_loop("find_ids", len(ids))
         if loop is None:
             places = self._find(ids)
@@ -165,13 +165,13 @@ class RowIndex:
             self._put(ids, places)
 
     def take_back(self, ids: Ids) -> None:
-        """The ids that came last, in any order, have no place any more."""
+        """Remove the ids that were added last, in any order."""
         self._ids[self._slots_of(ids)] = _GONE
         self._gone += len(ids)
         self._count -= len(ids)
 
     def ids(self) -> Ids:
-        """The ids in the order of their places."""
+        """Return the ids in the order of their places."""
         if self._by_place is not None:
             return self._by_place.where_they_lie()[: self._count, 0].copy()
         taken = np.flatnonzero(self._ids >= 0)
@@ -180,13 +180,13 @@ class RowIndex:
         return ids
 
     def ids_at(self, places: Places) -> Ids:
-        """The ids at these places, of an index from which ids can be removed."""
+        """Return the ids at these places, of an index from which ids can be removed."""
         assert self._by_place is not None
         ids: Ids = self._by_place.where_they_lie()[places, 0]
         return ids
 
     def _is_full(self, count: int, more_gone: int = 0) -> bool:
-        """Whether look-ups take long, with so many ids and all those that are gone."""
+        """Return whether look-ups are slow with so many ids and removed ids."""
         return 8 * (count + self._gone + more_gone) > 5 * len(self._ids)
 
     def _make_slots(self, slots: int) -> None:
@@ -205,7 +205,7 @@ class RowIndex:
         return (mix(ids.view(np.uint64)) & np.uint64(self._mask)).astype(np.intp)
 
     def _slots_of(self, ids: Ids) -> Places:
-        """Where these ids are, which all have a place."""
+        """Return the places of these ids, which all have one."""
         at = self._home(ids)
         rest = np.flatnonzero(self._ids[at] != ids)
         while rest.size:

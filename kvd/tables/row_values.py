@@ -53,8 +53,11 @@ class Rows(NamedTuple):
 
 
 def is_row_sparse(value: object) -> bool:
-    """Whether a value names rows: rows with ids, a sparse tensor of torch, or a sparse matrix of SciPy or CuPy. A list
-    with one value per device does if one of its values does."""
+    """Return whether a value names rows.
+
+    Such are rows with ids, sparse tensors of torch, and sparse matrices of SciPy or CuPy. A list with one value per
+    device does if one of its values does.
+    """
     if isinstance(value, list | tuple):
         for entry in value:
             if is_row_sparse(entry):
@@ -66,7 +69,7 @@ def is_row_sparse(value: object) -> bool:
 
 
 def rows_for(table: RowSparse, key: str | int, value: Any, *, cast: bool = False, is_first: bool = False) -> Rows:
-    """The rows of a value for this table; those of a list, one value per device, one after the other.
+    """Return the rows of a value for this table; those of a list, one value per device, one after the other.
 
     Args:
         cast: the rows may have another floating dtype than the table.
@@ -137,8 +140,10 @@ def dense_value(key: str | int, value: Any, spec: KeySpec | None, *, cast: bool 
 
 
 def _elements(key: str | int, value: Any, spec: KeySpec | None) -> tuple[tuple[Ids, ...], Array, tuple[int, ...]]:
-    """The leading indices of what a row-sparse value has, one array per dimension; the rows there; and the shape of
-    the whole."""
+    """Split a row-sparse value into leading indices, rows and the shape of the whole.
+
+    There is one array of indices per dimension.
+    """
     if _is_sparse_tensor(value):
         indices = tuple(as_array(value._indices()))
         return indices, as_array(value._values()), tuple(value.shape)
@@ -154,7 +159,7 @@ def _elements(key: str | int, value: Any, spec: KeySpec | None) -> tuple[tuple[I
 
 
 def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
-    """The row ids of a call, shape (n,).
+    """Return the row ids of a call, shape (n,).
 
     Raises:
         DtypeMismatch: they are no whole numbers.
@@ -167,7 +172,7 @@ def row_ids(table: RowSparse, key: str | int, value: Any) -> Ids:
 
 
 def _one_dimension(what: str, key: str | int, value: Any) -> Array:
-    """Row ids as an array of whole numbers, shape (n,). `what`: the key or table, for errors."""
+    """Convert row ids to an array of whole numbers, shape (n,). `what` is the key or table, for errors."""
     ids = _integers(what, key, value)
     if ids.ndim != 1:
         raise ShapeMismatch(f"the row ids for {what} have the shape {ids.shape}: pass ids.reshape(-1)", key=key)
@@ -177,7 +182,7 @@ def _one_dimension(what: str, key: str | int, value: Any) -> Array:
 
 
 def _check_within(what: str, key: str | int, ids: Array, last: int) -> None:
-    """Raises NotAllowed unless all ids are from 0 to `last`."""
+    """Raise NotAllowed unless all ids are from 0 to `last`."""
     if ids.dtype == _INT64:
         # One look at all of them: as unsigned numbers, those below 0 are the largest.
         is_wrong = ids.size and int(ids.view(np.uint64).max()) > last
@@ -217,7 +222,7 @@ def _all_integers(what: str, key: str | int, value: Any) -> Array:
 
 
 def _parted(key: str | int, value: Any) -> tuple[Any, Any]:
-    """The ids and the rows of one value."""
+    """Return the ids and the rows of one value."""
     if isinstance(value, RowSparseArray):
         return value.ids, value.rows
     if _is_sparse_tensor(value):
@@ -235,7 +240,7 @@ def _is_sparse_tensor(value: Any) -> bool:
 
 
 def _parted_tensor(key: str | int, tensor: Any) -> tuple[Any, Any]:
-    """Of a tensor as `nn.Embedding(sparse=True)` makes them, coalesced or not."""
+    """Split a tensor of `nn.Embedding(sparse=True)`, coalesced or not, into ids and rows."""
     if tensor.sparse_dim() != 1:
         text = f"key {key!r} is a table: the sparse tensor has {tensor.sparse_dim()} sparse dimensions, a table has one"
         raise ShapeMismatch(text, key=key)
@@ -247,7 +252,7 @@ def _is_sparse_matrix(value: Any) -> bool:
 
 
 def _parted_matrix(key: str | int, matrix: Any) -> tuple[Any, Any]:
-    """Of a sparse matrix as SciPy's or CuPy's: those of its rows that have entries."""
+    """Split a sparse matrix of SciPy or CuPy into the ids and values of rows with entries."""
     if len(matrix.shape) != 2:
         text = f"key {key!r}: the sparse array has the shape {matrix.shape}, one of rows has two dimensions"
         raise ShapeMismatch(text, key=key)

@@ -36,21 +36,21 @@ class StoredRows(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
-        """Of a row with its id and its state."""
+        """Bytes of a row with its id and its state."""
         arrays = (self.rows, *self.slots.values())
         return int(ROW_ID_BYTES + sum([array.itemsize * array.shape[1] for array in arrays]))
 
     def some(self, which: slice | Array) -> StoredRows:
-        """Some of the rows."""
+        """Return the rows that a mask selects."""
         slots = {name: array[which] for name, array in self.slots.items()}
         return StoredRows(self.ids[which], self.rows[which], slots, self.updates)
 
     def without_rows(self) -> StoredRows:
-        """What the optimizer keeps of them, alone."""
+        """Return the optimizer's state without the rows."""
         return self._replace(rows=self.rows[:, :0])
 
     def to_bytes(self, allocate: Callable[[int], Array], version: int = 0, rows_after: int = 0) -> Array:
-        """As one piece, uint8.
+        """Serialize to one piece, uint8.
 
         Args:
             allocate: gives so many bytes, as uint8.
@@ -75,7 +75,7 @@ class Page(NamedTuple):
 
 
 def page_of(piece: Array, description: RowSparse, key: str, *, has_rows: bool = True) -> Page:
-    """The rows of a piece, uncopied.
+    """Return the rows of a piece, uncopied.
 
     Args:
         has_rows: False: the rows have no elements, only what the optimizer keeps of them.
@@ -116,7 +116,7 @@ def _checked(value: Any) -> Any:
 
 
 class RowPages:
-    """Reads the rows of a part, some at a time.
+    """Reader of the rows of a part, some at a time.
 
     Args:
         version: of the part.
@@ -137,7 +137,7 @@ class RowPages:
         return self._ids.nbytes + sum([array.nbytes for array in self._kept or ()])
 
     def page(self, first: int, most_nbytes: int, allocate: Callable[[int], Array]) -> tuple[Array, int]:
-        """The rows from this one on, as a piece, and how many come after it; none behind the last.
+        """Return the rows from this one on, as a piece, and how many come after it; none behind the last.
 
         Args:
             most_nbytes: of the rows, but there is one at least.
@@ -154,7 +154,7 @@ class RowPages:
 
 
 def all_of(table: Table) -> StoredRows:
-    """All rows of a table, ids ascending, in memory of their own."""
+    """Return all rows of a table, ids ascending, in new memory."""
     ids = table.ids_by_place()
     order = np.argsort(ids)
     rows, *slots = table.rows_at(order)
@@ -162,7 +162,7 @@ def all_of(table: Table) -> StoredRows:
 
 
 def joined(some: Sequence[StoredRows], description: RowSparse) -> StoredRows:
-    """The rows of all, ids ascending, in memory of their own. A slot that some lack is zeros there.
+    """Return the rows of all, ids ascending, in memory of their own. A slot that some lack is zeros there.
 
     Args:
         some: of parts of one table, so no id is there twice.

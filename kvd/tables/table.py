@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Updated(NamedTuple):
-    """What an update has changed.
+    """Effect of an update.
 
     Attributes:
         ids: the rows that it has changed: those that the table admits and keeps, ascending.
@@ -65,7 +65,7 @@ class Table:
         self._rule: tuple[Optimizer, LazyRule] | None = None  # of the last update
 
     def __len__(self) -> int:
-        """How many rows take memory: those that were updated, and are kept."""
+        """Number of rows in memory: those that were updated and are kept."""
         return len(self._index)
 
     @property
@@ -111,7 +111,7 @@ class Table:
         return self.update_merged(optimizer, added_up(ids, rows))
 
     def update_merged(self, optimizer: Optimizer, merged: MergedRows, before: Array | None = None) -> Updated:
-        """The same with rows that are merged already.
+        """Make one update with merged rows.
 
         Args:
             before: begins afterwards with the rows that were changed, as they were, in the order of the ids; is as it
@@ -145,7 +145,7 @@ class Table:
         return self.assign_merged(added_up(ids, rows))
 
     def assign_merged(self, merged: MergedRows, before: Array | None = None) -> Updated:
-        """The same with rows that are merged already; `before` as above."""
+        """Replace rows by merged rows; `before` as in `update_merged`."""
 
         def update(places: Places, given: MergedRows) -> None:
             rows, weights = given.rows(), self._columns.weights
@@ -159,7 +159,7 @@ class Table:
     def _made(
         self, merged: MergedRows, slot_widths: Mapping[str, int], update: Callable[[Places, MergedRows], None]
     ) -> Updated:
-        """One update, or none if it fails.
+        """Make one update, or none if it fails.
 
         Args:
             update: of the rows at these places by these; if it raises, the rows that were there are as they were.
@@ -183,16 +183,16 @@ class Table:
         return Updated(seats.ids, self._turnover.settle(seats))
 
     def forget_optimizer(self) -> None:
-        """The next optimizer begins with new state."""
+        """Drop the optimizer's state: the next optimizer begins with new state."""
         self._columns.forget_slots()
         self.step = 0
 
     def ids(self) -> Ids:
-        """The rows that take memory, ascending."""
+        """Return the rows that take memory, ascending."""
         return np.sort(self._index.ids())
 
     def slot(self, name: str, ids: Ids) -> Array:
-        """What the optimizer keeps under this name of rows that were updated, shape (ids, numbers of a row)."""
+        """Return a slot of the optimizer for updated rows, shape (ids, numbers of a row)."""
         arena = self._columns.slots[name]
         return arena.take(self._index.find(ids), np.empty((len(ids), arena.width), self._dtype))
 
@@ -204,7 +204,7 @@ class Table:
         return self._keeper.number if self._keeper is not None and self.description.keeping.track_updates else None
 
     def updated_since(self, number: int) -> Ids:
-        """The rows that were changed after this update and are there, ascending.
+        """Return the rows that were changed after this update and are there, ascending.
 
         Raises:
             NotAllowed: the table does not track updates, or has not had so many.
@@ -212,7 +212,7 @@ class Table:
         return self._tracked_by(number).updated_since(number)
 
     def evicted_since(self, number: int) -> Ids:
-        """The rows that were evicted after this update and are not there, ascending.
+        """Return the rows that were evicted after this update and are not there, ascending.
 
         Raises:
             NotAllowed: the same, or there were too many evictions since.
@@ -229,11 +229,11 @@ class Table:
         return self._keeper
 
     def keeping_state(self) -> dict[str, Ids]:
-        """All that says which rows are kept, for a table with the same rows."""
+        """Return the keeper's state, for a table with the same rows."""
         return {} if self._keeper is None else self._keeper.state()
 
     def restore_keeping(self, state: Mapping[str, Ids]) -> bool:
-        """Go on to keep rows as the table does whose `keeping_state` this is. The rows are there already.
+        """Restore a `keeping_state`. The rows must exist already.
 
         Returns:
             False, and nothing was changed, if it is none of a table like this with these rows.
@@ -241,29 +241,28 @@ class Table:
         return not state if self._keeper is None else self._keeper.restore(state)
 
     def keeping_marks(self, ids: Ids) -> list[Array]:
-        """What is the same in tables that keep the same rows: some numbers of all, and of these rows."""
+        """Return arrays that are equal in tables that keep the same rows: some numbers of all, and of these rows."""
         return [] if self._keeper is None else self._keeper.marks(ids)
 
     # ── as they lie ──
 
     @property
     def slot_widths(self) -> dict[str, int]:
-        """What the optimizer keeps of each row: names, and numbers per row."""
+        """Slots of the optimizer: names, and numbers per row."""
         return self._columns.slot_widths
 
     def ids_by_place(self) -> Ids:
-        """The rows that were updated, in the order in which they lie in memory."""
+        """Return the rows that were updated, in the order in which they lie in memory."""
         return self._index.ids()
 
     def rows_at(self, places: Places | slice) -> list[Array]:
-        """Copies of the rows at these places, and of what the optimizer keeps of them, in the order of
-        `slot_widths`."""
+        """Return copies of the rows at these places and of their optimizer state, in the order of `slot_widths`."""
         if isinstance(places, slice):
             places = np.arange(len(self))[places]
         return self._columns.rows_at(places)
 
     def load(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> bool:
-        """Adds rows behind the others, with what the optimizer keeps of them. False, and nothing was changed, if one of
+        """Append rows with their optimizer state. False, and nothing was changed, if one of
         them is there.
 
         Args:
@@ -283,7 +282,7 @@ class Table:
         return True
 
     def store(self, ids: Ids, rows: Array, slots: Mapping[str, Array]) -> None:
-        """Puts rows in place of those of these ids, with what the optimizer keeps of them: it is no update. The table
+        """Replace the rows of these ids and their optimizer state, which is no update. The table
         admits them all, as rows of the newest update.
 
         Args:
@@ -302,8 +301,7 @@ class Table:
             self._keeper.stored(ids, places, num_before)
 
     def store_state(self, ids: Ids, slots: Mapping[str, Array], *, is_first: bool) -> None:
-        """The same with what the optimizer keeps alone: rows that are there stay as they are, and new ones begin as the
-        initializer says.
+        """Store the optimizer's state alone: existing rows stay, and new ones begin as the initializer says.
 
         Args:
             is_first: what it has kept of all rows is forgotten.
@@ -316,7 +314,7 @@ class Table:
             self._keeper.stored(ids[fresh], places[fresh], num_before)
 
     def _seated(self, ids: Ids, *, are_given: bool = True) -> Found:
-        """Places for all of these ids, and which of them are new. Memory first: an error leaves all as it was.
+        """Return places for all of these ids, and which of them are new. An error leaves everything unchanged.
 
         Args:
             are_given: False: new rows begin as the initializer says.
@@ -343,7 +341,7 @@ class Table:
 
 
 def _widths(slots: Mapping[str, Array]) -> dict[str, int]:
-    """How many numbers of a row there are, by slot."""
+    """Return the numbers per row by slot."""
     return {name: array.shape[1] for name, array in slots.items()}
 
 

@@ -50,12 +50,12 @@ class Seats(NamedTuple):
     num_named: int
 
     def of(self, merged: MergedRows) -> MergedRows:
-        """Those of the rows to update that stay."""
+        """Return the rows to update that stay."""
         return merged if self.stays is None else merged.only(self.stays)
 
 
 class Turnover:
-    """Goes with one table: an update is begun, and then settled or taken back. Not safe to use from several threads.
+    """Eviction during an update of one table: begin, then settle or take back. Not thread-safe.
 
     Args:
         keeper: says which rows go; None: none ever do.
@@ -92,7 +92,7 @@ class Turnover:
             raise
 
     def settle(self, seats: Seats) -> Rows:
-        """The update was made. Returns the rows that were there and have gone, as they were before it."""
+        """Finish an update. Return the evicted rows as they were before it."""
         if self._keeper is not None:
             self._keeper.note(seats.ids, seats.places, seats.num_named)
             if len(seats.left):
@@ -103,7 +103,7 @@ class Turnover:
         return seats.evicted
 
     def take_back(self, seats: Seats) -> None:
-        """The update has failed: all is as it was before it was begun."""
+        """Undo a failed update completely."""
         self._index.take_back(seats.made)
         self._columns.clear(slice(len(self._index), len(self._index) + len(seats.made)))
         if len(seats.taken):
@@ -133,7 +133,7 @@ class Turnover:
         return Seats(ids, places, stays, evicted, taken, kept, left, made, num_named)
 
     def _leaving(self, going: Ids) -> tuple[Rows, Places]:
-        """Those of the ids that are there, as rows, and their places."""
+        """Return the existing rows of these ids, and their places."""
         weights = self._columns.weights
         if len(going):
             places = self._index.find(going)
@@ -143,7 +143,7 @@ class Turnover:
         return Rows(going, weights.take(places, np.empty((len(places), weights.width), weights.dtype))), places
 
     def _require(self, more: int) -> None:
-        """Memory first: then nothing was changed if there is none."""
+        """Reserve memory first: if there is none, nothing has changed."""
         self._columns.require(len(self._index) + more)
         if self._keeper is not None:
             self._keeper.require(len(self._index) + more)
@@ -151,7 +151,7 @@ class Turnover:
 
 
 def _without(ids: Ids, going: Ids) -> Mask | None:
-    """Which of the ids do not go; None: all of them. Both are ascending."""
+    """Return a mask of the ids that stay; None stands for all. Both lists are ascending."""
     if not len(going) or not len(ids):
         return None
     at = np.minimum(np.searchsorted(going, ids), len(going) - 1)

@@ -9,14 +9,14 @@ from kvd.tables.description import RowSparse
 
 
 def spec_of_table(table: RowSparse, *, parts: int, slice_bytes: int, merge: str = "") -> KeySpec:
-    """The spec of a key that is this table, in so many parts."""
+    """Return the spec of a key that is this table, in so many parts."""
     rows = ANY_ROW if table.rows is None else table.rows
     as_spec = TableSpec(rows, _initial_of(table.initializer), parts, table.keeping)
     return KeySpec(table.dtype, table.row_shape, slice_bytes, merge, as_spec)
 
 
 def table_of_spec(spec: KeySpec) -> RowSparse:
-    """The table that a key of this spec is.
+    """Return the table that a key of this spec is.
 
     Raises:
         ProtocolError: there is none like it.

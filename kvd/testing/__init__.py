@@ -1,1 +1,1 @@
-"""The simulator: real machines and real kernels on a virtual network and clock, with faults by seed."""
+"""Clusters on loopback and slow links, for tests of programs that use kvd."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -28,8 +29,8 @@ from kvd.client.facades.blocking import backend_of
 from kvd.client.facades.open import open_backend
 from kvd.config import Role, child_environment, load
 from kvd.errors import BarrierBroken, NodeLost
-from kvd.node.daemon import Daemon
-from kvd.node.roles import new_daemon
+from kvd.node.daemon.daemon import Daemon
+from kvd.node.daemon.roles import new_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ DAEMON = """
 import sys
 from pathlib import Path
 from kvd.config import load
-from kvd.node.roles import run_daemon
+from kvd.node.daemon.roles import run_daemon
 sys.exit(run_daemon(load({}), sys.argv[1], ready_file=Path(sys.argv[2])))
 """
 
@@ -83,6 +84,11 @@ class ThreadNode:
         assert self._daemon is not None
         return self._daemon.address
 
+    @property
+    def metrics_url(self) -> str:
+        assert self._daemon is not None
+        return self._daemon.metrics_url
+
     def _run(self) -> None:
         loaded = load(self._settings, environ={})
         asyncio.run(self._main(loaded))
@@ -120,6 +126,12 @@ class ProcessNode:
         if not ready.exists():
             raise AssertionError(f"{role} exited with {self.process.poll()}: {self.log.read_text()}")
         self.address = ready.read_text().strip()
+
+    @property
+    def metrics_url(self) -> str:
+        """As its log says."""
+        [url] = re.findall(r"metrics at (http://[\w.:\[\]/]+)", self.log.read_text())
+        return str(url)
 
     def kill(self) -> None:
         self.process.kill()

@@ -19,7 +19,7 @@ from unittest import mock
 from kvd.client.cluster import engine
 from kvd.core.machine import Peer, PeerPath, Span
 from kvd.core.principals import Principal
-from kvd.node.driver import Driver
+from kvd.node.shell.driver import Driver
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage, Transport
 
 QUEUE_BYTES = 256 << 20

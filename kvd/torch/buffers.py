@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ _PRIORITY = -(1 << 20)  # they are complete when backward has ended
 class _Place(NamedTuple):
     """Where a module has a buffer: forward passes may put another tensor there."""
 
-    owner: torch.nn.Module
+    owner: Mapping[str, object]  # the buffers of the module, by attribute
     attribute: str
 
 
@@ -36,7 +36,7 @@ class ModuleBuffers:
         for name, _ in module.named_buffers():
             if name in saved:
                 owner, _, attribute = name.rpartition(".")
-                self._places[name.replace("_orig_mod.", "")] = _Place(module.get_submodule(owner), attribute)
+                self._places[name.replace("_orig_mod.", "")] = _Place(module.get_submodule(owner)._buffers, attribute)
 
     def live(self) -> dict[str, torch.Tensor]:
         """Return the tensors that the module has now.
@@ -46,7 +46,7 @@ class ModuleBuffers:
         """
         found: dict[str, torch.Tensor] = {}
         for name, place in self._places.items():
-            buffer = getattr(place.owner, place.attribute, None)
+            buffer = place.owner.get(place.attribute)
             if not isinstance(buffer, torch.Tensor):
                 raise NotAllowed(
                     f"the module has no buffer {name!r} any more, and had one when it was wrapped", key=name

@@ -17,6 +17,7 @@ from kvd.initializer import Normal
 from kvd.optimizer import Optimizer
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import RowSparseArray
+from kvd.torch.servers import set_only_optimizer
 
 _WHOLE = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
@@ -87,7 +88,7 @@ class Embedding(nn.Module):
         self.store = store
         store.init(name, described, merge=op)
         if optimizer is not None:
-            store.set_optimizer(optimizer)
+            set_only_optimizer(store, optimizer, f"Embedding(name={name!r}, optimizer=…)")
         self._has_optimizer = False
         self._is_accumulating = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids and rows of whole backwards

@@ -39,7 +39,7 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 def uncompiled(function: F) -> F:
     """Return the function such that torch.compile calls it as it is, with all that it calls."""
-    made: F = cast(Any, torch._dynamo).disable(function)
+    made: F = cast(Any, torch.compiler).disable(function)
     return made
 
 

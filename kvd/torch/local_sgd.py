@@ -18,6 +18,7 @@ from kvd.errors import KeyExists, NotAllowed
 from kvd.optimizer import Optimizer
 from kvd.optimizer.fields import number
 from kvd.torch.parameters import Named, check_agreement, parameters_of
+from kvd.torch.servers import set_only_optimizer
 from kvd.torch.wrapping import WrappedOptimizer
 
 OPTIONS_KEY = "kvd.torch/local_sgd"
@@ -230,7 +231,7 @@ class LocalSGD(WrappedOptimizer):
             raise NotAllowed(f"worker {self._store.rank} has {shown}, and the job {job}: all need the same options")
         named = [*self._parameters.trained, *self._parameters.frozen]
         self._store.init([name for name, _ in named], [parameter.detach() for _, parameter in named], merge="mean")
-        self._store.set_optimizer(outer)
+        set_only_optimizer(self._store, outer, "LocalSGD(outer=…)")
         frozen = self._parameters.frozen
         if frozen:
             self._store.pull([name for name, _ in frozen], out=[parameter.detach() for _, parameter in frozen])

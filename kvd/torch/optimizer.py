@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvd.client.facades.blocking import KVStore, backend_of, create, healing_of
-from kvd.errors import NotAllowed
+from kvd.errors import NotAllowed, NotResumed
 from kvd.torch.buckets import Bucket, divide
 from kvd.torch.buffers import ModuleBuffers, mean_of
 from kvd.torch.gradients import GradientHook, GradientPasses, Sparse, uncompiled
@@ -125,7 +125,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if merged is not None:
             merged.make_keys(self.store)
         # The keys of where="workers" hold weights until the first step only.
-        if where == "servers" or not (self.store.restarted or backend.steps.restored_steps):
+        self._lacks_state = where == "workers" and self._is_under_way(parameters.trained[0][0])
+        if not self._lacks_state:
             self._load(named)
         divided = divide(parameters.trained, first_bytes=first_bucket_bytes, most_bytes=bucket_bytes)
         buckets = [Bucket(slots, -slots[-1].number, also if slots is divided[-1] else None) for slots in divided]
@@ -156,16 +157,22 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _make_keys(self, parameters: ModelParameters, op: Op, also: tuple[str, int] | None) -> None:
         """Make a key per parameter, with the values of worker 0."""
-        named = [*parameters.trained, *parameters.frozen]
-        names = [name for name, _ in named]
-        values: list[Any] = [parameter.detach() for _, parameter in named]
-        merges: list[Any] = [op] * len(parameters.trained) + [None] * len(parameters.frozen)
+        values = backend_of(self.store).values
+        names, first = zip(*[(name, parameter.detach()) for name, parameter in parameters.trained], strict=True)
+        values.init(list(names), list(first), op, gradients=also is not None).wait()
+        if parameters.frozen:
+            names, first = zip(*[(name, parameter.detach()) for name, parameter in parameters.frozen], strict=True)
+            self.store.init(list(names), list(first))
         if also is not None:
             name, size = also
-            names.append(name)
-            values.append(np.zeros(size, np.int32))
-            merges.append("sum")
-        self.store.init(names, values, merge=merges)
+            self.store.init(name, np.zeros(size, np.int32), merge="sum")
+
+    def _is_under_way(self, key: str) -> bool:
+        """Whether others may have made steps, or a snapshot was restored, so that the keys hold merged gradients."""
+        backend = backend_of(self.store)
+        if self.store.restarted or backend.steps.restored_steps:
+            return True
+        return int(backend.rounds.version(key).wait()) > 0
 
     def _load(self, named: Sequence[Named]) -> None:
         """Give the parameters the values of their keys."""
@@ -173,6 +180,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _begin(self) -> None:
         self.check_parameters()
+        if self._lacks_state:
+            raise NotResumed(
+                f'worker {self.store.rank} came to a training with where="workers" that is under way, and has other '
+                f"weights than the others: loop over optimizer.steps(total), which gets weights and optimizer state "
+                f"from another worker. Or load both from a checkpoint of your own, the latter with "
+                f"optimizer.load_state_dict"
+            )
         self._mode.begin()
 
     # ── what a training loop calls ──
@@ -265,6 +279,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 if seed is not None:
                     torch.manual_seed(_mixed(seed, backend.steps.number, self.store.rank))
                 if self._state is not None:
+                    self._lacks_state = False
                     self._state.begin_step()
                 yield step
                 self._mode.end_step()
@@ -282,6 +297,7 @@ class DistributedOptimizer(WrappedOptimizer):
             NotAllowed: with ``where="servers"``, it has the state of an optimizer that has made steps.
         """
         self._mode.load_state_dict(state_dict)
+        self._lacks_state = False
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

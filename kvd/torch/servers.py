@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvd.client.calls.backend import SentHyperparameters
 from kvd.client.calls.handle import Handle
 from kvd.client.facades.blocking import KVStore, backend_of
 from kvd.errors import NotAllowed
@@ -16,9 +16,25 @@ from kvd.torch.buckets import Bucket, Slot
 from kvd.torch.gradients import GradientPasses, Phase
 from kvd.torch.mapping import Hyperparameters, changes_between
 
-_on_servers: WeakKeyDictionary[KVStore, tuple[Optimizer | None, Optimizer | None, int]] = WeakKeyDictionary()
-"""For each store, the optimizer that this process has set (None: none), the same with the hyperparameters that were
-sent last, by any worker (None: nobody here knows), and the rank of the worker that was to send them."""
+
+def set_only_optimizer(store: KVStore, optimizer: Optimizer, user: str) -> None:
+    """Set the optimizer of the servers, which is one for all keys of a store.
+
+    Args:
+        user: the part of the program that needs it, for the message.
+
+    Raises:
+        NotAllowed: this program has set another one.
+    """
+    backend = backend_of(store)
+    there = backend.updates.last_set
+    if there is not None and there != optimizer and not backend.steps.restored_steps:
+        raise NotAllowed(
+            f"the servers have one optimizer for all keys of a store, which is {there!r}, and {user} asks for "
+            f'{optimizer!r}: use the same for both, or a store of another job, such as kvd.create("dist_sync", '
+            f'job="other")'
+        )
+    store.set_optimizer(optimizer)
 
 
 class ServersMode:
@@ -64,7 +80,7 @@ class ServersMode:
         if mine == there:
             return
         lowest = min(self._store.ranks)
-        _on_servers[self._store] = self._updates.last_set, mine, lowest
+        self._updates.last_sent = SentHyperparameters(self._updates.last_set, mine, lowest)
         if self._store.rank == lowest:
             self._change = self._updates.update_optimizer(changes_between(there, mine))
 
@@ -74,7 +90,7 @@ class ServersMode:
         if self._updates.last_set is not None:
             self._there()
         elif is_restored and type(self._updates.current().wait()) is type(mine):
-            _on_servers[self._store] = None, None, 0
+            self._updates.last_sent = SentHyperparameters(None, None, 0)
         else:
             self._store.set_optimizer(mine)
 
@@ -91,12 +107,11 @@ class ServersMode:
                 f"the servers have one optimizer for all keys of a store, which is {type(last_set).__name__}, so a "
                 f'{type(mine).__name__} cannot join it: use optimizers of one class, or where="workers" for all'
             )
-        known = _on_servers.get(self._store)
-        if known is None or known[0] is not last_set:
+        known = self._updates.last_sent
+        if known is None or known.of is not last_set:
             return None if self._store.restarted and known is None else last_set
-        _, current, sender = known
-        is_successor = self._store.rank == min(self._store.ranks) != sender
-        return None if is_successor else current
+        is_successor = self._store.rank == min(self._store.ranks) != known.sender
+        return None if is_successor else known.sent
 
     def before_first(self) -> None:
         """The first gradients are about to leave: the servers must have the hyperparameters for them."""

@@ -13,10 +13,16 @@ from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from kvd.client.calls.process_bound import ProcessBound
+from kvd.client.calls.values import Array
 from kvd.errors import NotAllowed, ProtocolError
+from kvd.parallel.device import Device
+from kvd.parallel.models.torch.tensors import as_tensor, host_copy
 from kvd.torch.buffers import ModuleBuffers
 from kvd.torch.objects import from_bytes, to_bytes
 from kvd.torch.parameters import Named
+
+HOST = Device("cpu")
 
 
 @runtime_checkable
@@ -48,6 +54,11 @@ def kept(name: str, thing: object) -> Kept:
     Raises:
         NotAllowed: it has no `state_dict` and is no pair of functions; or its state cannot travel.
     """
+    if isinstance(thing, ProcessBound):
+        raise NotAllowed(
+            f"keep({name!r}, …) would keep the state of an optimizer of kvd.torch, and not its parameters: one "
+            f"optimizer of a store passes its state on, so give that one the parameters of both, in groups of their own"
+        )
     if isinstance(thing, Keeps):
         found = Kept(thing.state_dict, thing.load_state_dict)
     elif isinstance(thing, tuple) and len(thing) == 2 and all(map(callable, thing)):
@@ -76,12 +87,16 @@ class TrainingState:
         self._buffers = buffers
         self._kept: dict[str, Kept] = {}
         self._copies: list[torch.Tensor] = []  # of the buffers
+        self._forms: list[tuple[torch.dtype, torch.Size]] = []  # of the copies
         self._is_checked = False  # the state that the optimizer makes in its first step can travel
         self._is_in_step = False  # the copies are what the buffers were before it
         self._pieces: list[_Piece] = []  # of the state that is being read or written
         self._later: list[tuple[Callable[[Any], Any], Any]] = []  # what is replaced at the end
         for name, tensor in [*self._named, *self._live_buffers().items()]:
             _flat(name, tensor)
+
+    def title(self) -> str:
+        return f"{type(self._optimizer).__name__} with the parameter {self._named[0][0]!r}"
 
     def keep(self, name: str, thing: object) -> None:
         """Take something of the program along.
@@ -98,9 +113,13 @@ class TrainingState:
     def begin_step(self) -> None:
         """A step begins, whose forward pass changes the buffers."""
         live = list(self._live_buffers().values())
-        copies: Sequence[torch.Tensor | None] = self._copies or [None] * len(live)
+        forms = [(buffer.dtype, buffer.shape) for buffer in live]
         with torch.no_grad():
-            self._copies = [_copy_of(*pair) for pair in zip(live, copies, strict=True)]
+            if forms != self._forms:
+                self._forms = forms
+                self._copies = [torch.empty_like(buffer) for buffer in live]
+            if live:
+                torch._foreach_copy_(self._copies, live)
         self._is_in_step = True
 
     def end_step(self) -> None:
@@ -153,6 +172,12 @@ class TrainingState:
     def read(self, offset: int, target: memoryview) -> None:
         into = torch.frombuffer(target, dtype=torch.uint8)
         self._copy(offset, len(target), lambda piece, own, place: into[place].copy_(piece[own]))
+
+    def weights(self) -> dict[str, Array]:
+        return {name: host_copy(parameter) for name, parameter in self._named}
+
+    def weights_nbytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for _, parameter in self._named)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, in the order in which they travel."""
@@ -216,6 +241,10 @@ class TrainingState:
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._copy(offset, len(data), lambda piece, own, place: piece[own].copy_(source[place]))
 
+    def write_weight(self, key: str, value: Array) -> None:
+        with torch.no_grad():
+            dict(self._named)[key].copy_(as_tensor(value.copy(), HOST))
+
     def end_write(self) -> None:
         for put, value in self._later:
             put(value)
@@ -261,13 +290,6 @@ class TrainingState:
                 own[parameter] = after
             else:
                 own.pop(parameter, None)
-
-
-def _copy_of(buffer: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of a buffer, in the memory of an earlier one if it has room."""
-    if copy is None or (copy.dtype, copy.shape) != (buffer.dtype, buffer.shape):
-        return buffer.detach().clone()
-    return copy.copy_(buffer)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The result of a handshake, see `kvd.transport.probe`. Commands describe it, and need no ZeroMQ for that."""
+"""The result of a handshake, see `kvd.transport.zmq.probe`. Commands describe it, and need no ZeroMQ for that."""
 
 from __future__ import annotations
 

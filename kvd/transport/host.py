@@ -1,7 +1,7 @@
 """ZeroMQ to every peer, and in addition links to servers, used while they are up: within the host, or over TCP.
 
-A node that connects to a server asks it for a link, over ZeroMQ (`kvd.transport.offers`). Until that is decided, its
-messages to the server wait here, so that none overtakes another. Without a link they go over ZeroMQ.
+A node that connects to a server asks it for a link, over ZeroMQ (`kvd.transport.links.offers`). Until that is decided,
+its messages to the server wait here, so that none overtakes another. Without a link they go over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from functools import partial
 from kvd.core.machine import BEING_OPENED, Peer, PeerKind, PeerPath, ServerPeer, Span
 from kvd.core.principals import Principal
 from kvd.protocol.messages import PathKind
-from kvd.transport.accepted_links import AcceptedLinks
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, OnGarbage, OnMessage
-from kvd.transport.curve import Curve
-from kvd.transport.holding import Holding
-from kvd.transport.link import Link
-from kvd.transport.link_listener import LinkListener, TcpLinks
-from kvd.transport.link_proof import Medium, Proven
-from kvd.transport.link_reader import LinkReader
-from kvd.transport.link_seeker import TURNED_OFF, LinkSeeker
-from kvd.transport.link_sockets import tcp_address_of
-from kvd.transport.offered import MapBudget
-from kvd.transport.offers import InvalidOfferError, Kind, is_about_links, unpack
+from kvd.transport.links.connector import TURNED_OFF, LinkConnector, Waiting
+from kvd.transport.links.delivery import Sink
+from kvd.transport.links.handshake import Medium, Proven
+from kvd.transport.links.link import Link
+from kvd.transport.links.listener import AcceptedLinks, LinkListener, TcpLinks
+from kvd.transport.links.offers import InvalidOfferError, Kind, is_about_links, unpack
+from kvd.transport.links.reader import LinkReader
+from kvd.transport.links.sealing import reason_over_tcp, remedy_for
+from kvd.transport.links.sockets import tcp_address_of
+from kvd.transport.links.write_coalescing import WriteCoalescing
+from kvd.transport.memory.offered import MapBudget
+from kvd.transport.memory.segments import Arena
 from kvd.transport.reaching import with_zone, zone_of
-from kvd.transport.sealing import reason_over_tcp, remedy_for
-from kvd.transport.segments import Arena
-from kvd.transport.sink import Sink
-from kvd.transport.waiting import Waiting
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.zmq.curve import Curve
+from kvd.transport.zmq.transport import ZmqTransport
 
 logger = logging.getLogger("kvd.transport")
 
@@ -86,8 +84,8 @@ class HostTransport:
         tcp = Medium.PLAIN_TCP if curve is None else Medium.SEALED_TCP
         self._listener = LinkListener(self._accepted, unix=shared_memory, tcp_links=tcp_links, tcp=tcp)
         sought = None if tcp_links is TcpLinks.OFF else tcp
-        self._seeker = LinkSeeker(
-            self._ask, self._zmq.endpoint_of, self._opened, self._not_opened, unix=shared_memory, tcp=sought
+        self._seeker = LinkConnector(
+            self._ask, self._zmq, self._opened, self._not_opened, unix=shared_memory, tcp=sought
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -199,7 +197,7 @@ class HostTransport:
     # ── sending ──
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> WriteCoalescing:
         """What lets messages without a payload wait a moment for the next one to the same peer."""
         return self._sink.holding
 

@@ -17,7 +17,7 @@ from kvd.core.machine import SCHEDULER, Peer, Span
 from kvd.core.principals import Principal
 from kvd.testing.cluster import LocalCluster
 from kvd.testing.slowlink import Pipe, SlowLink, slow_links
-from kvd.transport.memory import MemoryNetwork, MemoryTransport
+from tests.transport.in_process import MemoryNetwork, MemoryTransport
 
 # ── the pipe, in virtual time ──
 

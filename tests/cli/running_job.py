@@ -14,15 +14,15 @@ from kvd.testing.cluster import wait_until
 DEADLINE_S = 60.0
 
 WORKER = """
-import os, sys, time
+import os, sys
 import numpy as np
 import kvd
+from kvd.testing.cluster import wait_until
 kv = kvd.create("dist_sync")
 kv.init("w", np.zeros(100_000, np.float32))
 kv.pushpull("w", np.ones(100_000, np.float32))
 print("trained", flush=True)
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.02)
+wait_until(lambda: os.path.exists(sys.argv[1]), "the job may end", 300.0)
 kv.close()
 """
 

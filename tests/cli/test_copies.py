@@ -44,7 +44,7 @@ def test_one_server_that_is_left_runs_on_degraded(status: Callable[..., Result])
     given = report(copy_of(0, [0, 1], []), members=SERVER_1_DIED, partitions=ALONE)
     lines = [
         "dead: server 1. Nothing is lost: other servers lead what it led. Start it again under the same node id.",
-        f"degraded: partitions 0, 1 {LOSABLE} Start server 1 again: it is sent a copy while the job goes on.",
+        f"degraded: partitions 0, 1 {LOSABLE} Start server 1 again: it is sent a copy while the job continues.",
     ]
     result = status(given)
     assert (result.exit_code, result.stderr.splitlines()) == (1, lines)
@@ -61,7 +61,7 @@ def test_a_server_that_came_back_is_sent_a_copy(status: Callable[..., Result]) -
     assert result.exit_code == 1
     assert result.stderr == (
         "degraded: partition 0 of the keys has one copy, on server 0; if that server dies, it is lost. A copy "
-        "is being sent to server 1; the job goes on meanwhile.\n"
+        "is being sent to server 1; the job continues meanwhile.\n"
     )
     assert rows_of(result) == [["server 0", "0, 1", "-"], ["server 1", "-", "0 (copying), 1"]]
     assert "3 records on the way to the backup" in result.stdout
@@ -112,7 +112,7 @@ def test_a_server_that_left_leaves_one_copy() -> None:
     health = health_of(report(copy_of(0, [0, 1], []), members=SERVER_1_LEFT, partitions=ALONE))
     assert not health.is_healthy
     assert health.advice == (
-        f"degraded: partitions 0, 1 {LOSABLE} Start server 1 again: it is sent a copy while the job goes on.",
+        f"degraded: partitions 0, 1 {LOSABLE} Start server 1 again: it is sent a copy while the job continues.",
     )
 
 
@@ -124,10 +124,10 @@ def test_the_last_copy_is_gone(members: list[dict[str, Any]], says: str) -> None
     health = health_of(report(copy_of(0, [0], []), members=members, partitions=[partition(0, 0), partition(1, 1)]))
     assert not health.is_healthy
     assert health.advice == (
-        f"{says}No other server has partition 1 of the keys. If it was only stopped or cut off, let it go on, and "
+        f"{says}No other server has partition 1 of the keys. If it was only stopped or cut off, let it continue, and "
         "nothing is lost. Otherwise start the job again from a checkpoint.",
         "degraded: partition 0 of the keys has one copy, on server 0; if that server dies, it is lost. Start server 1 "
-        "again: it is sent a copy while the job goes on.",
+        "again: it is sent a copy while the job continues.",
     )
 
 

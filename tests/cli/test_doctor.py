@@ -18,16 +18,16 @@ from tests.cli.conftest import DEADLINE_S, Spawn
 
 HUNG, STOPPED = 1, 2
 PROGRAM = """
-import os, sys, time
+import os, sys
 import numpy as np
 import kvd
+from kvd.testing.cluster import wait_until
 with kvd.create("dist_sync") as kv:
     kv.init("w", np.zeros(8, np.float32))
     for step in kv.steps(10, ["w"]):
         if step == 5:
             print("pid", kv.rank, os.getpid(), flush=True)
-            while kv.rank > 0 and not os.path.exists("end"):
-                time.sleep(0.05)
+            wait_until(lambda: kv.rank == 0 or os.path.exists("end"), "the test has seen enough", 300.0)
         kv.pushpull("w", np.ones(8, np.float32))
 """
 

@@ -19,16 +19,16 @@ import zmq
 
 from kvd.config import parse_address
 from kvd.core.placement import shard_of
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
-from kvd.transport.curve import new_keypair
+from kvd.transport.zmq.curve import new_keypair
 from tests.cli.conftest import DEADLINE_S, Kvd
 
 pytestmark = pytest.mark.keys
 
 ELSEWHERE = """
-import kvd.node.server_role
-kvd.node.server_role.host_id = lambda: "elsewhere"  # nobody here watches its process
+import kvd.node.daemon.server_role
+kvd.node.daemon.server_role.host_id = lambda: "elsewhere"  # nobody here watches its process
 """
 
 FEW_FILES = 64

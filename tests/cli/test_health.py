@@ -54,7 +54,7 @@ def test_a_job_that_goes_on_without_a_worker_is_degraded() -> None:
     health = health_of(report(server(0), members=members))
     assert not health.is_healthy
     lost, back = health.advice
-    assert lost.startswith("lost: worker 1. The job goes on without, degraded. Start it again under the same node id")
+    assert lost.startswith("lost: worker 1. The job continues without, degraded. Start it again under the same node id")
     assert back.startswith("back: worker 2, and not in the rounds yet. ")
 
 
@@ -77,7 +77,7 @@ def test_a_late_worker_is_told_apart_from_one_that_was_lost() -> None:
     assert not health.is_healthy
     [line] = health.advice
     assert line.startswith(
-        "late: worker 1. The others go on without, degraded, until the program comes to its next step"
+        "late: worker 1. The others continue without, degraded, until the program reaches its next step"
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from kvd.node.allowed_keys import AllowedKeys
-from kvd.node.keyfiles import KeyKind, key_text, new_cluster_key, new_node_key, parse_key, read_key, write_key
+from kvd.node.keys.allowed_keys import AllowedKeys
+from kvd.node.keys.keyfiles import KeyKind, key_text, new_cluster_key, new_node_key, parse_key, read_key, write_key
 from tests.cli.conftest import Spawn
 
 pytestmark = pytest.mark.keys

@@ -16,7 +16,7 @@ from click.testing import Result
 from kvd import __version__
 from kvd.config import Config, all_settings
 from kvd.errors import ConfigError, ConnectError, KeyNotFound, KvdError, RequestTimeout
-from kvd.node.exit_codes import exit_code_of
+from kvd.node.daemon.exit_codes import exit_code_of
 from kvd.observe import log
 from kvd_cli import cluster
 from kvd_cli.options import OF_ONE_PROCESS, Options, with_deadline
@@ -67,10 +67,16 @@ def all_commands(command: click.Command = cli, *path: str) -> Iterator[tuple[str
 def test_an_output_format_is_offered_where_there_is_output() -> None:
     silent = {
         "scheduler", "server", "worker", "launch", "shutdown", "jobs end", "init", "push", "barrier", "key export",
-        "completion",
+        "completion", "top",
     }  # fmt: skip
     without = {" ".join(path) for path in all_commands() if not flags_of(*path) & {"--output", "--format"}}
     assert without == silent | {"config", "snapshot"}
+
+
+def test_the_daemons_of_a_job_have_no_port_for_metrics_in_common(kvd: Kvd) -> None:
+    result = kvd("launch", "-n", "1", "--metrics-bind", "127.0.0.1:9190", "--", "true")
+    assert result.exit_code == 2
+    assert "need ports of their own: give port 0" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -79,12 +85,11 @@ def test_an_output_format_is_offered_where_there_is_output() -> None:
         ("scheduler", ["--credit-bytes", "--notice-s", "--round-timeout-s"]),
         ("server", ["--merge", "--staleness", "--rounds-ahead", "--num-shards", "--worker-timeout-s", "--notice-s"]),
         ("worker", ["--server-timeout-s", "--worker-timeout-s", "--on-worker-loss", "--quorum"]),
-        ("demo", ["--merge", "--staleness", "--snapshot-every", "--restore"]),
+        ("demo", ["--metrics-bind", "--merge", "--staleness", "--snapshot-every", "--restore"]),
         ("bench", ["--merge", "--staleness", "--snapshot-every", "--restore"]),
         ("key show", ["--scheduler", "--timeout", "--job"]),
         ("completion", ["--scheduler", "--timeout", "--config"]),
         ("launch", ["--on"]),
-        ("config show", ["--metrics-bind"]),
     ],
 )
 def test_what_would_change_nothing_is_not_offered(role: str, others: list[str], kvd: Kvd) -> None:

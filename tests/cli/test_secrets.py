@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from zmq.utils import z85
 
-from kvd.node.keyfiles import read_key
+from kvd.node.keys.keyfiles import read_key
 from tests.cli.running_job import DEADLINE_S, running_job
 
 pytestmark = [pytest.mark.keys, pytest.mark.usefixtures("clean_environment")]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvd.transport import link_seeker
+from kvd.transport.links import connector
 from kvd_cli.health import health_of
 from tests.cli.reports import member, report, server
 
-NO_LINK = f"zmq: {link_seeker.ELSEWHERE}"
+NO_LINK = f"zmq: {connector.ELSEWHERE}"
 ELSEWHERE = "zmq: no link at this host: the peer is on another host; no link over TCP: "
 
 

@@ -12,7 +12,7 @@ from click.testing import Result
 
 import kvd as package
 from kvd.testing.cluster import LocalCluster, ThreadNode, engine_of, wait_until
-from kvd.transport.segments import Arena
+from kvd.transport.memory.segments import Arena
 
 Kvd = Callable[..., Result]
 SIZE = 10_000  # more than what goes through the socket in any case

@@ -169,7 +169,7 @@ def test_a_second_interrupt_of_a_job_at_any_time(again_s: float, spawn: Spawn) -
     assert process.stdout.readline() == "worker-0  | here\n"
     process.send_signal(signal.SIGINT)
     for _ in range(3):
-        time.sleep(again_s)
+        time.sleep(again_s)  # time itself: any moment of its end
         process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert "Traceback" not in err
@@ -181,7 +181,7 @@ def test_an_ignored_interrupt_stays_ignored(spawn: Spawn) -> None:
         "status", "-S", "tcp://127.0.0.1:9", "--timeout", "1s",
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )  # fmt: skip
-    time.sleep(0.3)
+    time.sleep(0.3)  # time itself: it is at work
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.node.launch.ready_socket import ReadySocket
+from kvd.node.launch.supervisor import ReadySocket
 from tests.cli.running_job import running_job
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"

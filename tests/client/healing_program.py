@@ -66,6 +66,18 @@ class Arrays:
             self._come_to("serving")
         target[:] = b"".join(array.tobytes() for array in self._arrays)[offset : offset + len(target)]
 
+    def title(self) -> str:
+        return "the arrays"
+
+    def weights(self) -> dict[str, Any]:
+        return {}
+
+    def weights_nbytes(self) -> int:
+        return 0
+
+    def write_weight(self, key: str, value: Any) -> None:
+        raise NotImplementedError
+
     def begin_write(self, layout: bytes, donor: str) -> int:
         if layout != self.layout():
             raise NotAllowed(f"the state of {donor} has sizes {layout.decode()}, this worker {self.layout().decode()}")

@@ -46,7 +46,7 @@ async def test_an_awaited_push_waits_for_room_and_the_loop_goes_on(what: str) ->
         waiting = asyncio.create_task(getattr(kv, what)("v", value))
         begun = time.monotonic()
         for _ in range(20):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # time itself: the loop goes on
         assert time.monotonic() - begun < 2
         assert not waiting.done()
         assert not first.done()
@@ -92,7 +92,7 @@ async def test_pushes_wait_for_room_in_order_and_can_give_up() -> None:
     async with filled() as (kv, first, other):
         zeros = np.zeros(MEGABYTE // 4, np.float32)
         tasks = [asyncio.create_task(kv.pushpull("v", np.full_like(zeros, number))) for number in range(1, 5)]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # time itself: they come to wait, and nobody says so
         with pytest.raises(RequestTimeout):
             kv.push_async("v", np.ones(1, np.float32))  # small enough, and yet not before the others
         tasks[1].cancel()

@@ -94,24 +94,24 @@ def listed(keys: int) -> Prepare:
 LISTS: dict[str, Prepare] = {"a list of ten": listed(10), "a list of five hundred": listed(500)}
 
 ONE_WORKER = {  # nothing waits for another worker
-    "NumPy": Cost(60, 102),
-    "a list of ten": Cost(177, 103),
-    "a list of five hundred": Cost(190, 214),
-    MANY: Cost(76, 76),
+    "NumPy": Cost(60, 121),
+    "a list of ten": Cost(177, 120),
+    "a list of five hundred": Cost(190, 195),
+    MANY: Cost(76, 64),
 }
 TWO_WORKERS = {
-    "NumPy": Cost(60, 124),
-    "list of one": Cost(60, 126),
-    "copy=False": Cost(62, 126),
-    "bind": Cost(250, 130),
-    "torch": Cost(283, 130),
-    "handle and wait": Cost(116, 124),
-    MANY: Cost(100, 110),
-    "push, then pull": Cost(387, 460),
-    ONE_KEY: Cost(112, 224),
-    TWO_KEYS: Cost(100, 110),
+    "NumPy": Cost(60, 150),
+    "list of one": Cost(60, 150),
+    "copy=False": Cost(62, 150),
+    "bind": Cost(250, 153),
+    "torch": Cost(283, 153),
+    "handle and wait": Cost(116, 150),
+    MANY: Cost(100, 125),
+    "push, then pull": Cost(387, 246),
+    ONE_KEY: Cost(112, 131),
+    TWO_KEYS: Cost(100, 125),
 }
-TWO_COPIES = {"NumPy": Cost(65, 850)}  # on two servers
+TWO_COPIES = {"NumPy": Cost(65, 588)}  # on two servers
 
 
 @pytest.mark.parametrize(

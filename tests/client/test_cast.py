@@ -12,7 +12,7 @@ import torch
 
 import kvd
 from kvd.errors import DtypeMismatch, ShapeMismatch
-from kvd.node import decoding
+from kvd.node.shell import payloads
 from kvd.optimizer import SGD
 from kvd.testing.cluster import LocalCluster
 from tests.client.test_repeated_keys import run
@@ -97,13 +97,13 @@ def test_training_with_float16_gradients_of_float32_weights(store_type: str) -> 
 
 def test_a_value_travels_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, str, str]] = []
-    cast = decoding._cast
+    cast = payloads._cast
 
     def seen(name: str, data: Any, coding: Any) -> Any:
         sizes.append((data.nbytes, name, coding.wanted))
         return cast(name, data, coding)
 
-    monkeypatch.setattr(decoding, "_cast", seen)
+    monkeypatch.setattr(payloads, "_cast", seen)
     with LocalCluster(1, 1) as cluster:
         kv = cluster.store()
         kv.init("w", np.zeros(1000, np.float32))

@@ -54,7 +54,7 @@ def test_a_controller_that_fails_is_an_error_of_the_caller(monkeypatch: pytest.M
         raise SystemExit(3)
 
     controllers = {"fail": fail, "end": end, "wrong": lambda body: 7, "ping": lambda body: body}
-    monkeypatch.setattr("kvd.node.jobs.installed_controllers", lambda: controllers)
+    monkeypatch.setattr("kvd.node.jobs.runner.installed_controllers", lambda: controllers)
     with LocalCluster(1, 2) as cluster:
         kv = cluster.store()
         with pytest.raises(NotAllowed, match="LookupError: no luck here"):

@@ -15,7 +15,7 @@ from kvd.client.cluster.kept_folder import KeptFolder
 from kvd.compression import known_compressors
 from kvd.core.machine import Send
 from kvd.errors import ConfigError, NotAllowed, ShapeMismatch
-from kvd.node.sending import MessageSender
+from kvd.node.shell.sending import MessageSender
 from kvd.protocol.messages import Push, PushBatch
 from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster

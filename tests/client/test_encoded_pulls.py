@@ -9,7 +9,7 @@ import pytest
 
 import kvd
 from kvd.core.machine import Send
-from kvd.node.sending import MessageSender
+from kvd.node.shell.sending import MessageSender
 from kvd.protocol.messages import Coding, Pull, Values
 from kvd.testing.cluster import LocalCluster
 

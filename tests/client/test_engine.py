@@ -17,7 +17,7 @@ from kvd.client.cluster.observer import Observer
 from kvd.config import Config
 from kvd.core.requests import Request
 from kvd.errors import ConnectError
-from kvd.node.scheduler_search import KeyWait
+from kvd.node.daemon.scheduler_search import KeyWait
 from kvd.testing.cluster import LocalCluster, engine_of
 from kvd.transport.host import HostTransport
 
@@ -33,7 +33,7 @@ def test_the_engine_does_not_hold_the_interpreter() -> None:
 
 
 def test_a_scheduler_address_that_is_none_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvd.transport.zmq import ZmqTransport
+    from kvd.transport.zmq.transport import ZmqTransport
 
     def refuse(self: Any, peer: Any, address: str, key: str = "") -> None:
         raise ConnectError(f"{address} is no address to connect to", address=address)

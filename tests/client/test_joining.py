@@ -21,7 +21,7 @@ from kvd.client.cluster import observer as observer_module
 from kvd.client.cluster.joining import missing_nodes
 from kvd.core.membership import ViewState
 from kvd.errors import ConnectError, RequestTimeout
-from kvd.node.state_file import SchedulerStateFile
+from kvd.node.storage.state_file import SchedulerStateFile
 from kvd.protocol.messages import Epoch, Member, MemberState
 from kvd.testing.cluster import LocalCluster, wait_until
 from tests.core.fakes import cluster as settings_of

@@ -11,7 +11,7 @@ import kvd
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
 from kvd.core.machine import Send
 from kvd.errors import KeyExists, ShapeMismatch
-from kvd.node.sending import MessageSender
+from kvd.node.shell.sending import MessageSender
 from kvd.protocol.messages import Epoch, Init, Lookup, Publish
 from kvd.testing.cluster import LocalCluster
 

@@ -241,18 +241,18 @@ def test_a_snapshot_keeps_the_merge_of_each_key(tmp_path: Path) -> None:
 
 
 TRAINS = """
-import sys, time
+import sys
 from pathlib import Path
 import numpy as np
 import kvd
+from kvd.testing.cluster import wait_until
 from tests.client.test_merge_per_key import MERGES, MOMENTUM, RATE, SHAPE, STEPS, train
 with kvd.create("dist_sync") as kv:
     kv.init(MERGES, [np.zeros(SHAPE)] * 3, merge=MERGES)
     kv.set_optimizer(kvd.optimizer.SGD(RATE, momentum=MOMENTUM))
     train(kv, range(2))
     print("half", flush=True)
-    while not Path(sys.argv[1]).exists():
-        time.sleep(0.01)
+    wait_until(Path(sys.argv[1]).exists, "the other half")
     np.save(sys.argv[2], np.stack(train(kv, range(2, STEPS))))
 """
 

@@ -14,7 +14,7 @@ import kvd
 from kvd.core.machine import PeerKind
 from kvd.protocol.messages import PathKind
 from kvd.testing.cluster import PATHS, LocalCluster, engine_of
-from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
 
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 INT64 = np.dtype(np.int64)

@@ -309,12 +309,12 @@ def test_a_name_that_utf_8_cannot_write_and_a_long_one_reach_the_others() -> Non
         with pytest.raises(SnapshotError, match="the restore failed in worker 0, and so in all: "):
             outcome.check("the restore")
     for fields in (
-        '["1", "", "", "", false, ""]',
-        '[-1, "", "", "", false, ""]',
-        '[1, "", "", null, true, ""]',
-        '[1, "", "", "", 0, ""]',
-        '[1, "", "", "", false, 5]',
-        '[1, "", "", "", false]',
+        '["1", "", "", "", false, "", false]',
+        '[-1, "", "", "", false, "", false]',
+        '[1, "", "", null, true, "", false]',
+        '[1, "", "", "", 0, "", false]',
+        '[1, "", "", "", false, 5, false]',
+        '[1, "", "", "", false, ""]',
     ):
         assert Outcome.from_note(fields) is None
     for note in ("", "[", "[1]", "5"):

@@ -130,7 +130,7 @@ def test_worker_0_that_dies_before_the_others_know_has_written_nothing_in_vain(
                 store.push("w", ones())
             waits = pool.submit(other.snapshot, path)
             snapshots: Any = backend_of(one).snapshots
-            engine_of(one).run(snapshots._write(path, 0)).result()
+            engine_of(one).run(snapshots._write(path, 0, None)).result()
             assert not waits.done()
             one.__exit__(Killed, None, None)
             changed = path.stat().st_mtime_ns

@@ -209,6 +209,7 @@ write(sys.argv[1], rank, results)
 """
 
 
+@pytest.mark.timeout(300)  # four processes import torch
 def test_horovods_calls_and_optimizer() -> None:
     with LocalCluster(WORKERS, 1) as cluster:
         results = run(cluster, HOROVOD)
@@ -257,6 +258,7 @@ def test_horovods_calls_and_optimizer() -> None:
         assert result["ended"] is False
 
 
+@pytest.mark.timeout(300)  # four processes import torch
 def test_bytepss_calls_and_optimizer() -> None:
     with LocalCluster(WORKERS, 1) as cluster:
         first, second = run(cluster, BYTEPS)

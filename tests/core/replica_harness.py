@@ -31,7 +31,7 @@ from kvd.core.machine import (
 )
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.optimizer import to_wire
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import (

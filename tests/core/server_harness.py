@@ -25,10 +25,12 @@ from kvd.core.machine import (
     TableVersion,
     Tick,
 )
+from kvd.core.principals import HOLDER
 from kvd.core.server.captured import rows_nbytes
 from kvd.core.server.machine import ServerMachine, ServerSettings
 from kvd.core.server.memory import ServerMemory
 from kvd.errors import KvdError
+from kvd.protocol.fixed import push_numbers
 from kvd.protocol.messages import (
     Attach,
     DeclareBatch,
@@ -46,7 +48,6 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from kvd.testing.express import ServerSteps
 from tests.core.fake_tables import next_version, packed_ids, rows_at
 from tests.core.fakes import (
     NodePeer,
@@ -71,7 +72,15 @@ JOBS = (Create, Apply, ReadRows, ListRows, KeepRows, Export, Checksums, Load, Ru
 
 
 class Harness:
-    """Jobs run at once; with `hold` they stay in `jobs` until `finish`."""
+    """Jobs run at once; with `hold` they stay in `jobs` until `finish`.
+
+    Args:
+        keeps_verdicts: otherwise each push is admitted as if it were the first.
+        by_frames: pushes, pulls and the ends of jobs go to the machine as the shell gives them, without a step.
+
+    Attributes:
+        pushed, pulled: the pushes and pulls that the machine took without a step.
+    """
 
     def __init__(
         self,
@@ -82,13 +91,15 @@ class Harness:
         attach: bool = True,
         workers: int = 2,
         small: int = -1,
-        lanes: bool = True,
-        express: bool = False,
+        keeps_verdicts: bool = True,
+        by_frames: bool = False,
     ) -> None:
-        self._express = ServerSteps() if express else None
+        self._keeps_verdicts = keeps_verdicts
+        self._by_frames = by_frames
+        self.pushed = self.pulled = 0
         self.settings = settings or cluster(workers)
         self.memory = ServerMemory(memory)
-        told = ServerSettings(memory, fail, small_push_bytes=small, lanes=lanes)
+        told = ServerSettings(memory, fail, small_push_bytes=small)
         self.machine = ServerMachine(told, session("server", 0), self.memory)
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(workers)}
         self.epoch = 0
@@ -108,7 +119,9 @@ class Harness:
 
     def step(self, event: Any, now: float | None = None) -> list[Effect]:
         at = self.now if now is None else now
-        effects = None if self._express is None else self._express.step(self.machine, event, at)
+        if not self._keeps_verdicts:
+            self.machine.regime.change()
+        effects = self._step_in_part(event) if self._by_frames else None
         if effects is None:
             effects = self.machine.step(event, at)
         if self._validates:
@@ -121,6 +134,25 @@ class Harness:
         for job in jobs:
             effects = effects + self.finish(job)
         return effects
+
+    def _step_in_part(self, event: Any) -> list[Effect] | None:
+        """What `kvd.node.push_frames` does. None: it is for a step."""
+        if isinstance(event, JobDone) and event.error is None:
+            self.machine.end_job(event)
+            return self.machine.take_effects()
+        if isinstance(event, Received) and isinstance(event.message, PullBatch) and event.principal is HOLDER:
+            is_taken = self.machine.pull(event.peer, event.sender, event.message)
+            self.pulled += is_taken
+            return self.machine.take_effects() if is_taken else None
+        if not isinstance(event, Received) or not isinstance(event.message, PushBatch):
+            return None
+        numbers = push_numbers(event.message)
+        if numbers is None or event.principal is not HOLDER:
+            return None
+        if not self.machine.push(event.peer, event.sender, numbers, event.payload, event.nbytes):
+            return None
+        self.pushed += 1
+        return self.machine.take_effects()
 
     @contextmanager
     def validated_once(self) -> Iterator[None]:

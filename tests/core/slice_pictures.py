@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.core.machine import Export, ReadPart, Span
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.optimizer import to_wire, with_hyperparameters
 
 ANY_SIZE = 1 << 30

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.core.server.checks import MOST_GROUPS, MOST_SLICES, PAUSE_S
-from kvd.node.jobs import view
+from kvd.node.jobs.runner import view
 from kvd.optimizer import SGD, Adam, to_wire
 from kvd.protocol.messages import (
     NO_RANK,

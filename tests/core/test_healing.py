@@ -205,6 +205,37 @@ def test_the_first_state_is_lost_once_rounds_may_count_that_were_pushed_for_it()
     assert one(told(harness.want(2, 0))).why is Gone.FIRST
 
 
+def test_worker_0_does_not_wait_for_one_that_takes_no_part_yet() -> None:
+    """That one waits for the step of worker 0 which it comes into."""
+    harness = Passing(1)
+    harness.look(member("worker", 1, "back"))
+    message = one(told(harness.want(0, 0)))
+    assert (message.why, message.others) == (Gone.FIRST, 0)
+
+    harness = Passing(1)
+    harness.look(member("worker", 1, "back"))
+    assert told(harness.want(0, 4)) == []  # it may have been late, and have this one
+
+
+def test_a_run_that_began_with_a_snapshot_waits_for_worker_0() -> None:
+    """It is the only one that has the state at first. If it dies, its successor reads the snapshot again."""
+    harness = Passing()
+    for rank in (1, 2):
+        assert told(harness.say(rank, WantState(harness.request(), 4, restored=True))) == []
+    assert told(harness.look(member("worker", 0, "dead"))) == []
+    harness.look(member("worker", 0, life=1))
+    harness.attach(0, life=1)
+    message = one(told(harness.say(0, OfferState(harness.request(), 4), life=1)))
+    assert isinstance(message, GiveState)
+    assert message.takers == (1, 2)
+
+    harness = Passing()
+    for rank in (1, 2):
+        harness.say(rank, WantState(harness.request(), 4, restored=True))
+    answers = told(harness.say(0, WantState(harness.request(), 4, restored=True)))  # it cannot read it any more
+    assert [message.why for message in answers] == [Gone.FIRST]
+
+
 def test_worker_0_takes_the_state_that_others_have_already() -> None:
     harness = Passing()
     harness.offer(1, 0)

@@ -30,9 +30,9 @@ def explained(harness: Harness) -> Any:
     return harness.machine.explain(harness.now)
 
 
-@pytest.fixture(params=["general", "express"])
-def harness(request: pytest.FixtureRequest) -> Harness:
-    harness = Harness(express=request.param == "express", small=64)
+@pytest.fixture
+def harness() -> Harness:
+    harness = Harness(small=64)
     harness.init("w", b"\0")
     passes(harness, 2)
     return harness

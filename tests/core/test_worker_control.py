@@ -278,6 +278,7 @@ def test_explain() -> None:
         "view": [1, 1],
         "calls_open": 1,
         "requests_open": 1,
+        "step": 1,
         "clocks": {"w": 1},
     }
     assert harness.machine.epoch == (1, 1)

@@ -27,10 +27,10 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec, padded
-from kvd.testing.lists import ListedItems
 from tests.core.fakes import SLICE, cluster, of, uint8
 from tests.core.small_calls_harness import without_plans
 from tests.core.worker_harness import Harness, number
+from tests.simulator.lists import ListedItems
 
 KEYS = ("a", "b", "c")
 

@@ -133,9 +133,9 @@ def test_a_call_that_must_wait_does_not_begin(happens: Callable[[Harness], objec
     happens(harness)
     machine.next_deadline()
     call = InFlight(1000, None, 60.0, True, 0, harness.now, 30.0, 30.0, owner)
-    before = len(machine.open_calls)
+    before = len(machine.calls_by_number)
     assert machine.begin(plan, PUSHPULL, call, harness.now) is None
-    assert len(machine.open_calls) == before
+    assert len(machine.calls_by_number) == before
 
 
 def forget_alone(plans: TransferPlans) -> None:

@@ -110,7 +110,7 @@ class Harness:
     @property
     def planned(self) -> int:
         """How many of the open calls were begun by plans."""
-        return sum(call.plan is not None for call in self.machine.open_calls.values())
+        return sum(call.plan is not None for call in self.machine.calls_by_number.values())
 
     def wait(self, seconds: float) -> list[Effect]:
         """Lets time pass. The machine is woken at its deadlines."""

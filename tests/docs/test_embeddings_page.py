@@ -19,12 +19,12 @@ PAGE = (ROOT / "docs" / "embeddings-and-samplers.md").read_text(encoding="utf-8"
 TIMEOUT_S = 110
 FIRST_LINE = "    optimizer.zero_grad()\n"
 PAUSE = """
-    import os, pathlib, time
+    import os, pathlib
+    from kvd.testing.cluster import wait_until
     if step == 30:
         pathlib.Path(f"at-{kv.rank}.part").write_text(str(os.getpid()))
         pathlib.Path(f"at-{kv.rank}.part").rename(f"at-{kv.rank}")
-        while not pathlib.Path("go").exists():
-            time.sleep(0.01)
+        wait_until(pathlib.Path("go").exists, "the test goes on", 300)
 """
 
 

@@ -17,7 +17,7 @@ from tests.docs.sources_harness import ROOT, texts
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 NOTES = sorted((ROOT / "docs" / "notes").glob("*.md"))
-WITH_README = [ROOT / "README.md", *PAGES, ROOT / "deploy" / "README.md"]
+WITH_README = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, ROOT / "deploy" / "README.md"]
 OF_OTHERS = {"--name-only", "--now", "--upgrade", "--launcher", "--create", "--nproc-per-node"}
 """Flags of the other programs that a page shows."""
 FILES_AND_GROUPS = (
@@ -34,6 +34,9 @@ FILES_AND_GROUPS = (
     "stores",
 )
 """What follows `kvd.` in the names of files, and of groups of entry points."""
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+(?![a-z<])")
+TOOL = re.compile(r"python -m ((?:benchmarks|tests)(?:\.\w+)+)([^`\n#]*)")
+"""A program of a checkout, and its arguments."""
 INSTALLS_KVD = re.compile(r"(?:pip|pipx|uv|conda)(?: [\w-]+)* (?:install|add|run)(?: [\w-]+)* ['\"]?kvd\b")
 """Neither `kvd` nor `kvd-ps` of a registry is ours."""
 
@@ -70,7 +73,8 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> dict[tuple[s
 
 COMMANDS = commands(cli)
 FLAGS = {flag for command in COMMANDS.values() for option in command.params for flag in option.opts}
-PROGRAMS = [*(ROOT / "examples").glob("*.py"), ROOT / "tests" / "faults" / "ledger.py"]
+TOOLS = [ROOT / "tests" / "faults" / "ledger.py", ROOT / "tests" / "simulation" / "compare.py"]
+PROGRAMS = [*(ROOT / "examples").glob("*.py"), *TOOLS]
 FLAGS |= {flag for path in PROGRAMS for flag in re.findall(r"\"(--[a-z-]+)\"", text_of(path))}
 FLAGS |= {setting.flag for setting in all_settings()} | {"--help"} | OF_OTHERS
 
@@ -101,16 +105,17 @@ def test_paths_of_files_exist(page: Path) -> None:
 
 @every_page_for_users
 def test_flags_exist(page: Path) -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?![a-z<])", code_of(page)))
-    assert named <= FLAGS
+    assert set(FLAG.findall(TOOL.sub("", code_of(page)))) <= FLAGS
 
 
 @pytest.mark.parametrize("page", [*WITH_README, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
-def test_benchmarks_and_their_flags_exist(page: Path) -> None:
-    for name, rest in re.findall(r"python -m benchmarks\.(\w+)([^`\n#]*)", text_of(page)):
-        texts_of_module = [text_of(ROOT / "benchmarks" / f"{part}.py") for part in (name, "arguments")]
+def test_tools_of_developers_and_their_flags_exist(page: Path) -> None:
+    for name, rest in TOOL.findall(text_of(page)):
+        file = ROOT / f"{name.replace('.', '/')}.py"
+        assert file.exists() or (file.with_suffix("") / "__main__.py").exists(), name
+        texts_of_module = [text_of(path) for path in (file, ROOT / "benchmarks" / "arguments.py") if path.exists()]
         known = set(re.findall(r"\"(--[a-z-]+)\"", "\n".join(texts_of_module)))
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", rest)) <= known, name
+        assert set(FLAG.findall(rest)) <= known, name
 
 
 @every_page
@@ -178,9 +183,15 @@ def test_the_index_lists_every_page_and_example() -> None:
     assert "](docs/index.md)" in text_of(ROOT / "README.md")
 
 
-def test_pages_are_short_or_have_a_table_of_contents() -> None:
+def test_long_pages_have_a_table_of_contents() -> None:
+    """A page of more than 250 lines links to its sections at its top, the one on the architecture excepted."""
     assert all(len(text_of(note).splitlines()) <= 200 for note in NOTES)
-    assert re.search(r"^- \[[^]]+\]\(#", text_of(ROOT / "docs" / "performance.md"), re.MULTILINE)
+    for page in PAGES:
+        text = text_of(page)
+        if len(text.splitlines()) > 250 and page.name != "architecture.md":
+            top, _, rest = text.partition("\n## ")
+            sections = len(re.findall(r"^## ", "\n## " + rest, re.MULTILINE))
+            assert len(re.findall(r"^- \[[^]]+\]\(#", top, re.MULTILINE)) >= sections - 1, page.name
 
 
 def test_the_checkpoint_page_quotes_the_example() -> None:

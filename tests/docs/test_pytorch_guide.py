@@ -21,11 +21,11 @@ GUIDE = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 TIMEOUT_S = 115
 START_OF_STEP = "    order = torch.randperm("
 PAUSE = """
-    import pathlib, time
+    import pathlib
+    from kvd.testing.cluster import wait_until
     if step in (20, 40):
         pathlib.Path(f"at-{step}-{kv.rank}").touch()
-        while not pathlib.Path(f"go-{step}").exists():
-            time.sleep(0.01)
+        wait_until(pathlib.Path(f"go-{step}").exists, "the test goes on", 300)
 """
 
 DDP = """
@@ -122,14 +122,15 @@ def processes(launcher: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.timeout(300)
 def test_a_training_ends_with_the_same_bits_though_a_worker_and_a_server_are_killed(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     [command] = commands("servers.py")
-    (tmp_path / "servers.py").write_text(program("servers.py"))
-    undisturbed = start(command, tmp_path, environment, tmp_path / "undisturbed")
-    assert undisturbed.wait(TIMEOUT_S) == 0, (tmp_path / "undisturbed").read_text()
-
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    (calm / "servers.py").write_text(program("servers.py"))
+    undisturbed = start(command, calm, environment, tmp_path / "undisturbed")
     assert START_OF_STEP in program("servers.py")
     (tmp_path / "servers.py").write_text(program("servers.py").replace(START_OF_STEP, PAUSE + START_OF_STEP))
     log = tmp_path / "log"
@@ -145,14 +146,17 @@ def test_a_training_ends_with_the_same_bits_though_a_worker_and_a_server_are_kil
         kill_at(20, "servers.py")
         kill_at(40, "server")
         assert launcher.wait(TIMEOUT_S) == 0, log.read_text()
+        assert undisturbed.wait(TIMEOUT_S) == 0, (tmp_path / "undisturbed").read_text()
     finally:
-        launcher.terminate()
-        launcher.wait(30)
+        for job in (launcher, undisturbed):
+            job.terminate()
+            job.wait(30)
     assert log.read_text().count("restart 1 of 3") == 2, log.read_text()
     assert digests(log) == digests(tmp_path / "undisturbed")
     assert len(set(digests(log))) == 1
 
 
+@pytest.mark.timeout(200)
 def test_gradient_means_give_the_losses_of_ddp(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "workers.py").write_text(program("workers.py"))
     (tmp_path / "ddp.py").write_text(DDP)
@@ -169,6 +173,7 @@ def test_gradient_means_give_the_losses_of_ddp(tmp_path: Path, environment: dict
     assert set(losses("job")) == {"0", "1"}
 
 
+@pytest.mark.timeout(200)
 def test_workers_that_torchrun_starts(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "workers.py").write_text(program("workers.py"))
     [block] = [text for text in re.findall(r"^```sh\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL) if "torchrun" in text]

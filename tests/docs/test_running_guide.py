@@ -28,9 +28,10 @@ ADDRESS = "10.0.0.1:9191"
 TIMEOUT_S = 115.0
 HELD_AT = 50
 PROGRAM = f"""
-import hashlib, pathlib, time
+import hashlib, pathlib
 import numpy as np
 import kvd
+from kvd.testing.cluster import wait_until
 
 kv = kvd.create("dist_sync", merge="mean")
 weights = np.ones(1000, np.float32)
@@ -40,8 +41,7 @@ kv.pull("w", out=weights)
 for step in kv.steps(100):
     with open(f"steps-{{kv.rank}}", "a") as steps:
         steps.write(f"{{step}}\\n")
-    while step == {HELD_AT} and not pathlib.Path("go").exists():
-        time.sleep(0.01)
+    wait_until(lambda: step != {HELD_AT} or pathlib.Path("go").exists(), "the test goes on", 300)
     kv.pushpull("w", np.sin(weights * (step + kv.rank)), out=weights)
 print(f"worker {{kv.rank}}: {{hashlib.sha256(weights.tobytes()).hexdigest()}}")
 kv.close()

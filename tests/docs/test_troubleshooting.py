@@ -9,7 +9,7 @@ import re
 import pytest
 
 from kvd import errors
-from kvd.node.exit_codes import exit_code_of
+from kvd.node.daemon.exit_codes import exit_code_of
 from tests.docs.sources_harness import ROOT, is_in_sources, texts
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import zmq
 
 import kvd
 from kvd.config import load
-from kvd.node.keyring import Keyring
+from kvd.node.keys.keyring import Keyring
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import (
     NO_RUN,

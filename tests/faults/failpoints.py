@@ -16,8 +16,8 @@ from typing import Any, Final
 from kvd.core.machine import Received
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.server.router import ServerRouter
-from kvd.node.sending import MessageSender
-from kvd.node.state_file import SchedulerStateFile
+from kvd.node.shell.sending import MessageSender
+from kvd.node.storage.state_file import SchedulerStateFile
 
 ARMED: Final = "failpoint"
 REACHED: Final = "failpoint-reached"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config import Role
-from kvd.node.keyfiles import new_node_key, public_part, read_key, write_key
+from kvd.node.keys.keyfiles import new_node_key, public_part, read_key, write_key
 from kvd.testing.cluster import ProcessNode, wait_until
 from tests.environments import without_settings
 

@@ -140,14 +140,14 @@ def run(folder: Path, seed: int, seconds: float, victims: Sequence[Victims] = VI
         job.crew.wait_for_steps(2)
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
-            time.sleep(rng.uniform(*PAUSE_S))
+            time.sleep(rng.uniform(*PAUSE_S))  # time itself
             chosen = rng.choice(victims)
             for role, number in chosen:
                 job.kill(role, number)
                 counts.kills[role] += 1
             counts.faults += 1
             if rng.random() < 0.5:
-                time.sleep(rng.uniform(*DOWN_S))
+                time.sleep(rng.uniform(*DOWN_S))  # time itself
             for role, number in sorted(chosen):  # the scheduler first: without it no server comes
                 job.restart(role, number)
             _collect(job, counts)

@@ -53,7 +53,7 @@ with kvd.create("dist_sync") as kv:
         kv.push("table", kvd.RowSparseArray(ids, row_gradients(rows, kv.rank, step)))
         kv.pushpull(names, gradients(weights, kv.rank, step), out=weights)
         print("step", step, flush=True)
-        time.sleep(0.002)
+        time.sleep(0.002)  # time itself: the pace of the steps
     weights.append(kv.row_sparse_pull("table", np.arange(TABLE[0])))
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
     kv.barrier()

@@ -15,7 +15,7 @@ from kvd.config import load
 from kvd.core.access import ROWS, Row
 from kvd.core.principals import KeyRole, Principal
 from kvd.errors import JobEnded, KvdError, NotAllowed
-from kvd.node.keyfiles import NodeKey, new_node_key, public_part, write_key
+from kvd.node.keys.keyfiles import NodeKey, new_node_key, public_part, write_key
 from kvd.protocol import messages as m
 from kvd.protocol.messages import StatusQuery
 from kvd.testing.cluster import LocalCluster, engine_of

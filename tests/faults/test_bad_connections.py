@@ -22,7 +22,7 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 def cluster() -> Iterator[LocalCluster]:
     """Its daemons let in everyone, and give a handshake 1 s, so that a test of that deadline does not take longer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvd.transport.socket_options.HANDSHAKE_LIMIT_MS", 1000)
+        patch.setattr("kvd.transport.zmq.socket_options.HANDSHAKE_LIMIT_MS", 1000)
         with LocalCluster(2, 2, insecure=True) as cluster:
             yield cluster
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.node.identity import token_of
+from kvd.node.daemon.identity import token_of
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import (
     NO_KEY,
@@ -35,7 +35,7 @@ from kvd.protocol.messages import (
 from kvd.protocol.specs import KeySpec
 from kvd.testing.cluster import LocalCluster, engine_of
 from kvd.transport.base import joined, pieces_of
-from kvd.transport.link import Link
+from kvd.transport.links.link import Link
 from tests.core.fakes import init_of, lookup_of, publish_of
 from tests.faults.bad_input_harness import RawPeer, addresses, busy, is_alive
 

@@ -43,7 +43,7 @@ def test_a_server_dies_while_compressed_pushes_are_under_way() -> None:
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
         for step in range(STEPS):
             kv.push("w", gradient(kv.rank, step).astype(np.float32))
-            time.sleep(0.02)
+            time.sleep(0.02)  # time itself: the pace of the steps
             if step == STEPS // 3 and kv.rank == 0:
                 cluster.kill_server(0)
         return kv.pull("w")

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from kvd.config import child_environment
-from kvd.node.keyfiles import new_cluster_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import ROOT, wait_until
 from tests.faults.replicated_job import NODES, TRAINS, Crew, Worker
 from tests.node.launch.lan_harness import Lan, lan_or_skip

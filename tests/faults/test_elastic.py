@@ -17,7 +17,8 @@ SETTINGS: dict[str, Any] = {"max_workers": RANKS, "round_timeout_s": 100.0, "sli
 
 # Each push of a step puts a one into its own place, which says at the end how much of it counted.
 TRAINS = """
-import json, signal, sys, threading, time, numpy as np, kvd
+import json, signal, sys, threading, numpy as np, kvd
+from kvd.testing.cluster import wait_until
 steps, ranks = int(sys.argv[1]), int(sys.argv[2])
 leaving = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: leaving.set())
@@ -44,10 +45,8 @@ for step in kv.steps(steps):
         kv.barrier("tested")
     if step == 0 or step == 16:
         print(f"at step {step}", flush=True)
-    while kv.rank != 1 and kv.ranks != wanted.get(step, kv.ranks):
-        time.sleep(0.02)
-    while step == 16 and kv.rank == 1 and not leaving.is_set():
-        time.sleep(0.02)
+    wait_until(lambda: kv.rank == 1 or kv.ranks == wanted.get(step, kv.ranks), "the ranks are those of this step")
+    wait_until(lambda: step != 16 or kv.rank != 1 or leaving.is_set(), "it is told to leave")
     if leaving.is_set():
         kv.set_barrier_before_exit(False)
         break

@@ -12,7 +12,7 @@ from kvd.testing.cluster import LocalCluster, ProcessNode, wait_until
 
 FLIPPER = """
 from pathlib import Path
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 flag, apply = Path({flag!r}), JobRunner._apply
 def flipping(runner, job):
     made = apply(runner, job)

@@ -37,7 +37,7 @@ def make(step):
     gradients = [rng.standard_normal(shape, np.float32) + weight for shape, weight in zip(shapes, weights)]
     print("step", step, flush=True)
     kv.push(keys[2], gradients[2])
-    time.sleep(0.02)
+    time.sleep(0.02)  # time itself: a moment in which it may be killed
     kv.pushpull(keys[:2], gradients[:2], weights[:2])
     kv.pull(keys[2], weights[2])
 
@@ -73,7 +73,7 @@ def test_the_successors_of_killed_workers_finish_with_the_same_bits(way: str, lo
             number = chosen.randrange(2)
             said = [line(workers[number]) for _ in range(chosen.randrange(1, 7))]
             assert all(text.startswith("step ") for text in said), said
-            time.sleep(chosen.uniform(0, 0.04))
+            time.sleep(chosen.uniform(0, 0.04))  # time itself: any moment of a step
             workers[number].kill()
             workers[number].communicate()
             workers[number] = cluster.script(PROGRAM, number, way, loop, str(tmp_path), str(STEPS))

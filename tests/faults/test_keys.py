@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.node.keyfiles import key_text, new_cluster_key, new_node_key, read_key, write_key
+from kvd.node.keys.keyfiles import key_text, new_cluster_key, new_node_key, read_key, write_key
 from kvd.testing.cluster import ProcessNode, wait_until
 from tests.faults.keys_harness import DEADLINE_S, GuardedCluster, Keys, cleaned, kvd
 

@@ -129,6 +129,6 @@ def test_answers_that_nobody_reads(cluster: LocalCluster, stores: list[kvd.KVSto
             while raw.send(raw.frame_of(Pull(request, parts))):
                 request += 1
                 assert time.monotonic() < until, "nobody cut the peer off"
-                time.sleep(0.01)
+                time.sleep(0.01)  # time itself: the pace of the attack
         check_is_over(memory)
         assert is_alive(node.address, insecure=True)

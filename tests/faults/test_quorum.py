@@ -22,7 +22,8 @@ SETTINGS: dict[str, Any] = {
 # Each push of a step puts a one into its own place, which says at the end how much of it counted. In step 20 the others
 # wait outside of the rounds until the late worker is among them again. On a busy machine anyone may skip steps.
 TRAINS = """
-import sys, json, time, numpy as np, kvd
+import sys, json, numpy as np, kvd
+from kvd.testing.cluster import wait_until
 steps, is_late = int(sys.argv[1]), sys.argv[2] == "late"
 kv = kvd.create("dist_sync")
 shapes = {"a": (steps, 3, 1024), "b": (steps, 3)}
@@ -47,8 +48,7 @@ for step in kv.steps(steps):
     if step >= 15 and not is_late and not is_told:
         print(step, flush=True)
         is_told = True
-    while step == 20 and kv.num_workers < 3:
-        time.sleep(0.05)
+    wait_until(lambda: step != 20 or kv.num_workers == 3, "the late worker is back")
 values = {key: kv.pull(key) for key in shapes}
 kv.close()
 print(json.dumps({"rank": kv.rank, "made": made, "b": values["b"].tolist(),

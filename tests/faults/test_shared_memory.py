@@ -34,12 +34,11 @@ import numpy as np
 import kvd
 from kvd.core.machine import PeerKind
 from kvd.errors import NodeLost
-from kvd.testing.cluster import engine_of
+from kvd.testing.cluster import engine_of, wait_until
 
 def wait_for_permission():
     print("done", flush=True)
-    while not go.exists():
-        time.sleep(0.01)
+    wait_until(go.exists, "it may end", 100.0)
 
 steps, go = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 keys, shapes = ["large", "small", "medium"], [(3, 1 << 18), (5,), (150, 350)]
@@ -193,7 +192,7 @@ def kill_workers(seed: int, kills: int, steps: int) -> None:
             memory = owned(victim.pid)
             assert memory
             assert all(memory & held(pid) for pid in disturbed.server_pids)
-            time.sleep(rng.uniform(0, LONGEST_STEP_S))
+            time.sleep(rng.uniform(0, LONGEST_STEP_S))  # time itself: any moment of a step
             kill(victim)
             victim = disturbed.begin(1, steps)
             await_line(victim, "step")
@@ -232,7 +231,7 @@ def kill_a_server(seed: int) -> None:
         memory = owned(victim.process.pid)
         assert memory
         assert all(memory & held(worker.pid) for worker in workers)
-        time.sleep(rng.uniform(0, 3 * LONGEST_STEP_S))
+        time.sleep(rng.uniform(0, 3 * LONGEST_STEP_S))  # time itself: any moment of some steps
         victim.kill()
         for worker in workers:
             await_line(worker, "done")
@@ -262,9 +261,9 @@ def test_a_stopped_process_changes_nothing(who: str) -> None:
         pid = workers[1].pid if who == "worker" else disturbed.server_pids[1]
         for _ in range(3):
             await_line(workers[1], "step", 2)
-            time.sleep(rng.uniform(0, LONGEST_STEP_S))
+            time.sleep(rng.uniform(0, LONGEST_STEP_S))  # time itself: any moment of a step
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.7)
+            time.sleep(0.7)  # time itself: it is stopped
             os.kill(pid, signal.SIGCONT)
         results = disturbed.end(*workers)
         assert results == [{"digest": undisturbed(STEPS), "paths": ["shared memory"]}] * 2

@@ -27,7 +27,8 @@ SETTINGS: dict[str, Any] = {
 
 # Each push of a step puts a one into its own place, which says at the end how much of it counted.
 TRAINS = """
-import sys, json, time, numpy as np, kvd
+import sys, json, numpy as np, kvd
+from kvd.testing.cluster import wait_until
 steps, is_victim = int(sys.argv[1]), sys.argv[2] == "victim"
 kv = kvd.create("dist_sync")
 shapes = {"a": (steps, 3, 1024), "b": (steps, 3)}
@@ -47,8 +48,7 @@ for step in kv.steps(steps):
     if step == 5 and is_victim:
         print("at step 5", flush=True)
         sys.stdin.readline()
-    while step == 20 and kv.num_workers < 3:
-        time.sleep(0.05)
+    wait_until(lambda: step != 20 or kv.num_workers == 3, "the successor is there")
 values = {key: kv.pull(key) for key in shapes}
 even = bool((values["a"] == values["a"][:, :, :1]).all())
 kv.close()

@@ -29,7 +29,7 @@ kv = kvd.create("dist_sync")
 kv.init("w", np.zeros(8, np.float32))
 kv.pushpull("w", np.ones(8, np.float32))
 print("pushed", flush=True)
-time.sleep(600)
+time.sleep(600)  # until it is killed
 """
 
 TRAINS = """
@@ -50,7 +50,7 @@ while step < steps:
         kv.push("b", gradients[1])
         kv.push("a", gradients[0])
         print("dying", flush=True)
-        import time; time.sleep(600)
+        import time; time.sleep(600)  # until it is killed
     rng = np.random.default_rng([step, kv.rank])
     gradients = [rng.standard_normal(shape, np.float32) for shape in shapes]
     kv.pushpull(keys, gradients, weights)

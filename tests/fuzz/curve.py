@@ -13,7 +13,7 @@ from nacl.bindings import crypto_box_beforenm, crypto_box_keypair, crypto_box_op
 from nacl.exceptions import CryptoError
 from zmq.utils import z85
 
-from kvd.node.keyfiles import NodeKey
+from kvd.node.keys.keyfiles import NodeKey
 from tests.fuzz.zmtp import COMMAND, MORE, TIMEOUT_S, Dealer, command, frame, greeting, metadata
 
 WELCOME_NBYTES: Final = 168

@@ -117,7 +117,7 @@ def slow_writers(assault: Assault) -> int:
                 wire.send(begun[head + place : head + place + 1])
             if time.monotonic() > until:
                 break
-            time.sleep(pause_s)
+            time.sleep(pause_s)  # time itself: the pace of the attack
     return len(wires)
 
 
@@ -130,7 +130,7 @@ def idle_peers(assault: Assault) -> int:
         for number, address in zip(range(assault.force.peers), itertools.cycle(assault.target.addresses), strict=False):
             wires.append(held.enter_context(Wire(address)))
             wires[-1].send(texts[number % len(texts)])
-        time.sleep(assault.force.seconds)
+        time.sleep(assault.force.seconds)  # time itself: the attack lasts
     return len(wires)
 
 

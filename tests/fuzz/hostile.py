@@ -11,10 +11,10 @@ from kvd.core.machine import SCHEDULER, Effect, Event, ServerPeer
 from kvd.errors import ProtocolError
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import BIGGEST, NO_RUN, NO_VIEW, Epoch
-from kvd.testing.machines import SCHEDULER_ADDRESS
-from kvd.testing.process import Process
-from kvd.testing.simulator import World
 from tests.fuzz.making import KINDS, TEXTS, Maker
+from tests.simulator.machines import SCHEDULER_ADDRESS
+from tests.simulator.process import Process
+from tests.simulator.simulator import World
 
 SMALL = (0, 1, 2, 3, 4, 5, 8, 16, 63, 4096, BIGGEST - 1, BIGGEST)
 NAMES = (*TEXTS, "t", "u", "worker-0", "worker-1", "server-0", "program", "kvd:exit", "barrier")

@@ -98,7 +98,7 @@ def unread_answers(assault: Assault) -> int:
             most = count + assault.force.nbytes // 100
             while count < most and peer.send(query):
                 count += 1
-            time.sleep(assault.force.seconds)  # what is sent leaves in the background
+            time.sleep(assault.force.seconds)  # time itself: what is sent leaves in the background
     return count
 
 
@@ -121,5 +121,5 @@ def _pull_unread(assault: Assault, pulls: int, times: int) -> int:
                 if not peer.say(Pull(number + 1, (Part(QUIET_KEY, 0, ANY_CLOCK),) * times), run=run):
                     break
                 count += 1
-            time.sleep(assault.force.seconds)
+            time.sleep(assault.force.seconds)  # time itself: the attack lasts
     return count

@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from kvd.node.keyring import Keyring
+from kvd.node.keys.keyring import Keyring
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_RUN, NO_VIEW
 from tests.fuzz.target import Target

@@ -246,7 +246,7 @@ def unread_values(assault: Assault) -> int:
                 if time.monotonic() > until or not wire.send(wire.message(encode(pull, 0x1234, NO_VIEW, run))):
                     break
                 count += 1
-            time.sleep(assault.force.seconds)
+            time.sleep(assault.force.seconds)  # time itself: the attack lasts
     return count
 
 
@@ -263,5 +263,5 @@ def slow_writers(assault: Assault) -> int:
                 wire.send(text[place : place + 1])
             if time.monotonic() > until:
                 break
-            time.sleep(pause_s)
+            time.sleep(pause_s)  # time itself: the pace of the attack
     return len(wires)

@@ -6,9 +6,8 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import kvd
 from kvd.config import child_environment, load
-from kvd.node.keyfiles import NodeKey, new_cluster_key, new_node_key, public_part, write_key
+from kvd.node.keys.keyfiles import NodeKey, new_cluster_key, new_node_key, public_part, write_key
 from kvd.testing.cluster import ROOT, LocalCluster, ProcessNode, wait_until
 from tests.fuzz.curve import keys_of
 
@@ -209,17 +208,14 @@ class Target:
 
     def settles_at(self, before: list[Usage], timeout_s: float = SETTLE_TIMEOUT_S) -> list[tuple[str, Usage, Usage]]:
         """Waits for every daemon to use no more than before; those that do not, with both."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            now = self.usage()
-            high = [
-                (daemon.name, then, used)
-                for daemon, then, used in zip(self.daemons, before, now, strict=True)
-                if not used.is_back_at(then)
-            ]
-            if not high or time.monotonic() > deadline:
-                return high
-            time.sleep(0.2)
+
+        def high() -> list[tuple[str, Usage, Usage]]:
+            pairs = zip(self.daemons, before, self.usage(), strict=True)
+            return [(daemon.name, then, used) for daemon, then, used in pairs if not used.is_back_at(then)]
+
+        with suppress(AssertionError):
+            wait_until(lambda: not high(), "all is as before", timeout_s)
+        return high()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.node.keyfiles import NodeKey, new_cluster_key, new_node_key, public_part, write_key
+from kvd.node.keys.keyfiles import NodeKey, new_cluster_key, new_node_key, public_part, write_key
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_VIEW, StatusQuery, StatusReport
 from kvd.testing.cluster import LocalCluster

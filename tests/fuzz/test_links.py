@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvd.transport.frames import (
+from kvd.transport.links.frames import (
     GOODBYE,
     HELLO,
     INLINE,

@@ -10,14 +10,14 @@ import pytest
 from kvd.core.requests import Item, Versions
 from kvd.errors import ProtocolError
 from kvd.protocol.messages import EndRun, Join, Shutdown
-from kvd.testing.checkers import check_everything_ended, watch_everything
-from kvd.testing.settings import ClusterSettings
-from kvd.testing.simulator import Me, World
-from kvd.testing.trace import Violation
-from kvd.testing.workloads.ledger import Ledger
-from kvd.testing.workloads.tables import Pull, TableRounds
 from tests.fuzz.hostile import Hostile
 from tests.fuzz.making import KINDS
+from tests.simulator.checkers import check_everything_ended, watch_everything
+from tests.simulator.settings import ClusterSettings
+from tests.simulator.simulator import Me, World
+from tests.simulator.trace import Violation
+from tests.simulator.workloads.ledger import Ledger
+from tests.simulator.workloads.tables import Pull, TableRounds
 
 SEEDS = 4
 TABLE_SEEDS = 1

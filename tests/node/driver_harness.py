@@ -17,7 +17,7 @@ from kvd.core.machine import (
     Span,
 )
 from kvd.errors import ConnectError, KvdError
-from kvd.node.driver import Driver
+from kvd.node.shell.driver import Driver
 from kvd.protocol.codec import decode
 from kvd.protocol.messages import NO_RUN, Epoch
 from kvd.transport.base import UNKNOWN_PATH, HeaderOfPath, pieces_of

@@ -23,7 +23,7 @@ from kvd.core.machine import (
     Whole,
 )
 from kvd.errors import KvdError
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.optimizer import SGD, Adam
 from kvd.protocol.messages import ABSENT, ADD, ASSIGN
 from kvd.protocol.specs import padded

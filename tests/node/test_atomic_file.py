@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.node.atomic_file import write_atomically
+from kvd.node.storage.atomic_file import write_atomically
 
 
 def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import NotAllowed
-from kvd.node import records
-from kvd.node.background import FEW_IDS_NBYTES
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.background import FEW_IDS_NBYTES
+from kvd.node.storage import records
 from kvd.protocol.messages import NO_RUN, Done, Epoch
-from kvd.transport.holding import Holding
+from kvd.transport.links.write_coalescing import WriteCoalescing
 from tests.node.driver_harness import DriverHarness, call, run
 from tests.waiting import eventually
 
@@ -77,7 +77,7 @@ def test_an_answer_waits_for_a_short_read_and_for_nothing_else(
     job: Job, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    holding = Holding()
+    holding = WriteCoalescing()
 
     class Runner(JobRunner):
         def run(self, job: Job, run: int = NO_RUN) -> JobDone:

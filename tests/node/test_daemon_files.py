@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import KvdError
-from kvd.node.ready_file import ReadyFile
-from kvd.node.state_file import SchedulerStateFile
+from kvd.node.daemon.ready_file import ReadyFile
+from kvd.node.storage.state_file import SchedulerStateFile
 from tests.environments import without_settings
 
 DEADLINE_S = 30.0
@@ -27,7 +27,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from kvd.config import load
-from kvd.node.roles import run_daemon
+from kvd.node.daemon.roles import run_daemon
 ready = Path(sys.argv[1]) if sys.argv[1] else None
 sys.exit(run_daemon(load({}), "scheduler", ready_file=ready))
 """

@@ -30,8 +30,8 @@ from kvd.core.machine import (
 from kvd.core.scheduler.machine import SchedulerSettings
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.errors import ConfigError
-from kvd.node.scheduler_role import continued_machine
-from kvd.node.state_file import STATE_FILE, SchedulerStateFile
+from kvd.node.daemon.scheduler_role import continued_machine
+from kvd.node.storage.state_file import STATE_FILE, SchedulerStateFile
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import BIGGEST, NO_VIEW, Departure, Enter, Heartbeat, Join, Leave
 from tests.core.fakes import OPEN, cluster, server_id, worker_id

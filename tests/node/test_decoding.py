@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvd.compression import Compressor, TwoBit, to_wire
-from kvd.node.decoding import CodedSlice, arrived
+from kvd.node.shell.payloads import CodedSlice, arrived
 from kvd.protocol.messages import Coding, Done, Message, Part, Push
 
 TWO_BIT = to_wire(TwoBit(0.5))

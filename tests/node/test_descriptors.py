@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from kvd.config import child_environment
-from kvd.node.descriptors import MOST
+from kvd.node.daemon.process_limits import MOST
 from kvd.testing.cluster import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 
 import pytest
 
@@ -30,7 +31,8 @@ from kvd.core.machine import (
     Tick,
 )
 from kvd.errors import ConnectError, KvdError
-from kvd.node.reassembly import ReassemblyBuffer
+from kvd.node.daemon.facts import ProcessFacts
+from kvd.node.shell.payloads import ReassemblyBuffer
 from kvd.protocol.codec import encode
 from kvd.protocol.messages import Done, Enter, Epoch, ErrorCode, Refused, StatusReport
 from tests.node.driver_harness import DriverHarness, call, nothing, run
@@ -95,7 +97,7 @@ def test_payloads_reports_and_pieces() -> None:
         assert harness.completed == [Complete(1)]
         assert harness.transport.log[-1] == ("disconnect", PEER)
 
-    harness = DriverHarness(react)
+    harness = DriverHarness(react, facts=ProcessFacts(time.monotonic, {}))
     run(harness, program)
 
 

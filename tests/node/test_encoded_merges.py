@@ -26,7 +26,7 @@ from kvd.core.machine import (
     Span,
 )
 from kvd.errors import ConfigError
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.optimizer import SGD
 from kvd.protocol.messages import ADD, ASSIGN, MergedCoding
 

@@ -10,8 +10,7 @@ import pytest
 
 from kvd.core.machine import Apply, Contribution, Create, Export, Extent, FirstBytes, Load, Run, Span
 from kvd.errors import NotAllowed, ProtocolError
-from kvd.node.controllers import ping
-from kvd.node.jobs import JobRunner, view
+from kvd.node.jobs.runner import JobRunner, ping, view
 from kvd.optimizer import SGD
 from kvd.protocol.messages import ADD, ASSIGN
 

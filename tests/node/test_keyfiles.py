@@ -13,8 +13,8 @@ import pytest
 
 from kvd.core.principals import KeyRole
 from kvd.errors import ConfigError
-from kvd.node.allowed_keys import AllowedKeys
-from kvd.node.keyfiles import (
+from kvd.node.keys.allowed_keys import AllowedKeys
+from kvd.node.keys.keyfiles import (
     MAX_FILE_BYTES,
     KeyKind,
     NodeKey,
@@ -26,7 +26,7 @@ from kvd.node.keyfiles import (
     read_key,
     write_key,
 )
-from kvd.transport.curve import new_keypair
+from kvd.transport.zmq.curve import new_keypair
 
 CLUSTER = new_cluster_key()
 NODE = new_node_key("trainer-a", CLUSTER.keypair.public)

@@ -12,7 +12,7 @@ import pytest
 
 from kvd.config import Address, Config, parse_address
 from kvd.errors import ConfigError
-from kvd.node.listening import address_towards, listen_address
+from kvd.node.daemon.listening import address_towards, listen_address
 from kvd.transport.reaching import UnknownNameError
 from tests.environments import without_settings
 

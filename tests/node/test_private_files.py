@@ -18,10 +18,10 @@ from kvd.client.cluster.kept_folder import KeptFolder
 from kvd.config import load
 from kvd.errors import ConfigError, KvdError
 from kvd.files import new_file, open_file, read_file
-from kvd.node.allowed_keys import AllowedKeys
-from kvd.node.keyfiles import read_key
-from kvd.node.ready_file import ReadyFile
-from kvd.node.state_file import SchedulerStateFile
+from kvd.node.daemon.ready_file import ReadyFile
+from kvd.node.keys.allowed_keys import AllowedKeys
+from kvd.node.keys.keyfiles import read_key
+from kvd.node.storage.state_file import SchedulerStateFile
 from kvd_cli.values import read_array, write_array
 
 OPEN_UMASK = 0o000

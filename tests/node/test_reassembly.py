@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 from kvd.core.machine import Span
-from kvd.node.reassembly import ReassemblyBuffer
+from kvd.node.shell.payloads import ReassemblyBuffer
 
 
 def collected(*parts: tuple[int, Span]) -> ReassemblyBuffer:

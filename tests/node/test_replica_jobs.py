@@ -14,7 +14,7 @@ from kvd.compute.merge import accumulator_dtype
 from kvd.compute.tensors import named_dtype
 from kvd.core.machine import Apply, Contribution, Extent, Span
 from kvd.errors import DtypeMismatch, KvdError, NotAllowed, ShapeMismatch
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp, schedule
 from kvd.protocol.messages import ADD
 from tests.compute.compiled_harness import FLOATS, needs_numba

@@ -20,14 +20,14 @@ from kvd.client.cluster.joining import Arrival
 from kvd.client.cluster.observer import Observer
 from kvd.config import Config, load
 from kvd.errors import ConfigError, ConnectError
-from kvd.node.keyfiles import new_cluster_key, read_key, write_key
-from kvd.node.listening import own_addresses
-from kvd.node.roles import new_daemon
-from kvd.node.scheduler_search import KeyWait, Notices, no_answer, remedy
+from kvd.node.daemon.listening import own_addresses
+from kvd.node.daemon.roles import new_daemon
+from kvd.node.daemon.scheduler_search import KeyWait, Notices, no_answer, remedy
+from kvd.node.keys.keyfiles import new_cluster_key, read_key, write_key
 from kvd.testing.cluster import LocalCluster, ThreadNode, wait_until
-from kvd.transport.curve import Curve
 from kvd.transport.finding import Finding, Outcome
 from kvd.transport.reaching import UnknownNameError
+from kvd.transport.zmq.curve import Curve
 from tests.transport.names_harness import Names
 
 NAME = "late.example"
@@ -244,7 +244,7 @@ def test_a_pause_can_end_the_wait_for_a_key_during_a_handshake(home: Path, monke
         if begun.wait(seconds):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvd.node.scheduler_search.try_handshake", handshake)
+    monkeypatch.setattr("kvd.node.daemon.scheduler_search.try_handshake", handshake)
     with pytest.raises(KeyboardInterrupt):
         KeyWait(Config(scheduler="tcp://127.0.0.1:9"), "worker", pause=pause).run(time.monotonic())
     may_end.set()

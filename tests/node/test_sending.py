@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvd.core.machine import CallerPeer, Peer, Send
-from kvd.node import sending
-from kvd.node.counters import Counters
-from kvd.node.sending import STATUS_PAUSE, MessageSender
+from kvd.node.shell import sending
+from kvd.node.shell.counters import Counters
+from kvd.node.shell.sending import STATUS_PAUSE, MessageSender
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import NO_VIEW, Epoch, StatusReport, ViewChange
 

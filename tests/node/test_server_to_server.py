@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Connect, Effect, Event, InRun, LinkPeer, LocalCall, Received, Send, ServerPeer, Span
-from kvd.node.driver import Driver
+from kvd.node.shell.driver import Driver
 from kvd.protocol.messages import Done, Epoch, Hold, HoldPlace, SliceId
 from kvd.transport.host import HostTransport
 from tests.node.driver_harness import Scripted, call, nothing

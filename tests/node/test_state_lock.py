@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import ConfigError
-from kvd.node.state_file import SchedulerStateFile
-from kvd.node.state_lock import InUse, StateLock
+from kvd.node.storage.state_file import SchedulerStateFile
+from kvd.node.storage.state_lock import InUse, StateLock
 from kvd.testing.cluster import LocalCluster, ProcessNode
 
 

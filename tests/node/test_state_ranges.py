@@ -7,7 +7,7 @@ import pytest
 
 from kvd.compute.optimizers import SliceState
 from kvd.core.machine import Extent
-from kvd.node.optimizer_states import OptimizerStates
+from kvd.node.jobs.optimizer_states import OptimizerStates
 from kvd.protocol.specs import padded
 
 

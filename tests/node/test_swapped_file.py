@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.node.atomic_file import write_atomically
-from kvd.node.swapped_file import SwappedFile
+from kvd.node.storage.atomic_file import write_atomically
+from kvd.node.storage.swapped_file import SwappedFile
 from kvd.testing.cluster import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +105,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_file_and_its_successor_removes_w
     code = """if True:
         import sys
         from pathlib import Path
-        from kvd.node.swapped_file import SwappedFile
+        from kvd.node.storage.swapped_file import SwappedFile
         file = SwappedFile(Path(sys.argv[1]))
         for number in range(1_000_000):
             file.write(b"[%s]" % b",".join([b"%d" % number] * 20_000))

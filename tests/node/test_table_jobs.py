@@ -27,7 +27,7 @@ from kvd.core.machine import (
     TableVersion,
 )
 from kvd.errors import KvdError, NotAllowed, ProtocolError
-from kvd.node.jobs import JobRunner, view
+from kvd.node.jobs.runner import JobRunner, view
 from kvd.optimizer import LAMB, SGD, Adagrad, Adam
 from kvd.protocol.messages import ADD
 from kvd.protocol.specs import ANY_ROW, Initial, KeySpec, TableSpec

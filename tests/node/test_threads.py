@@ -30,7 +30,7 @@ from kvd.core.machine import (
     Tick,
 )
 from kvd.errors import KvdError
-from kvd.node.threads import LinkWaiter
+from kvd.node.shell.threads import LinkWaiter
 from kvd.protocol.messages import Done, Epoch
 from kvd.testing.cluster import wait_until
 from tests.node.driver_harness import DriverHarness, call, run

@@ -10,7 +10,7 @@ from kvd.core.machine import (
     Event,
     Tick,
 )
-from kvd.node.timer import DeadlineTimer
+from kvd.node.shell.threads import DeadlineTimer
 from tests.node.driver_harness import DriverHarness, call, nothing, run
 from tests.waiting import eventually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from kvd.node.watch import ProcessWatch
+from kvd.node.daemon.watch import ProcessWatch
 
 
 def descriptors() -> set[str]:

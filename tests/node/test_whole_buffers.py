@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Gathered, Scatter, Span
-from kvd.node.whole_buffers import joined, scatter
+from kvd.node.shell.payloads import joined, scatter
 
 SHAPES: list[tuple[int, ...]] = [(4,), (2, 2), (), (0,), (3,), (1, 3, 5)]
 

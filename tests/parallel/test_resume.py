@@ -130,7 +130,7 @@ def data(epoch):
                 if name.startswith("dense0"):
                     time.sleep(0.3)  # time itself: they arrive, and nobody says so
                     print("dying", flush=True)
-                    time.sleep(600)
+                    time.sleep(600)  # until it is killed
                 send(name, gradients)
             group.pipeline._send = dying
         seen += 1

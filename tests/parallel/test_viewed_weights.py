@@ -12,7 +12,7 @@ from kvd.parallel import DataBatch, Sequential
 from kvd.parallel.models.numpy.layers import Dense, Tanh
 from kvd.parallel.models.numpy.losses import SoftmaxCrossEntropy
 from kvd.testing.cluster import LocalCluster
-from kvd.transport.remote_segments import reference_to
+from kvd.transport.memory.remote_segments import reference_to
 from tests.parallel.group_harness import Groups, assert_same, weights_of
 
 SIZE, WIDTH, HIDDEN = 8, 5, 4000  # the first weight is large enough for shared memory

@@ -35,7 +35,11 @@ _plain = st.recursive(
 )
 _slice_bytes = st.integers(64, 1024).map(lambda blocks: blocks * 64)
 _values = st.builds(
-    KeySpec, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 9), max_size=5).map(tuple), _slice_bytes
+    KeySpec,
+    st.sampled_from(sorted(DTYPES)),
+    st.lists(st.integers(0, 9), max_size=5).map(tuple),
+    _slice_bytes,
+    gradients=st.booleans(),
 )
 _initials = st.builds(
     Initial,

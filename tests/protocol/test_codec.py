@@ -135,7 +135,7 @@ DELETE = Delete(1, (KeyId("w", 0),))
 KEY_INFO = KeyInfo(1, (Made(INIT.specs[0], 0),), (0,))
 # What takes the place of a value of each type without being one. 1.0 and True equal 1, and are no whole numbers.
 JUNK: list[Any] = [None, True, 1.5, b"x", {}, {"a": 1}, [], [[]], "", "x", 1, -5]
-REST, PLAIN = [4096, "", None], ["", None]  # of a spec
+REST, PLAIN = [4096, "", None, False], ["", None, False]  # of a spec
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvd.errors import ProtocolError
 from kvd.protocol import fixed
 from kvd.protocol.codec import decode, encode
 from kvd.protocol.envelope import VERSION, Decoded
-from kvd.protocol.messages import ADD, ASSIGN, BIGGEST, MOST_COUNTED, Coding, Epoch, PushBatch, Values
+from kvd.protocol.messages import ADD, ASSIGN, BIGGEST, MOST_COUNTED, Coding, Done, Epoch, PushBatch, Values
 
 NUMBER = st.integers(0, BIGGEST)
 COUNT = st.integers(0, MOST_COUNTED)
@@ -67,6 +67,14 @@ def test_an_answer_is_the_same_in_both_forms(sender: int, epoch: Epoch, run: int
     assert header[: len(head)] == head
     assert fixed.version_of(header + b"the payload", len(head)) == version
     assert fixed.read_values(header) == (epoch, run, request, version)
+
+
+@given(NUMBER, EPOCH, NUMBER, NUMBER)
+def test_a_done_is_the_same_in_both_forms(sender: int, epoch: Epoch, run: int, request: int) -> None:
+    header = fixed.done_header(sender, epoch, run, request)
+    assert len(header) == fixed.DONE_NBYTES
+    assert decode(header) == Decoded(sender, epoch, Done(request), run)
+    assert msgpack.unpackb(header) == msgpack.unpackb(encode(Done(request), sender, epoch, run))
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ def body_of(message: Any) -> list[Any]:
 
 
 def test_the_version() -> None:
-    assert VERSION == 11
+    assert VERSION == 12
 
 
 def test_the_bytes_of_a_message_are_fixed() -> None:
     assert encode(Done(5), 7, VIEW, 2) == bytes([0x97, VERSION, 16, 7, 3, 9, 2, 5])
     spec = KeySpec("int8", (2, 3), 4096)
     assert msgpack.unpackb(encode(Init(5, (spec,), (NewSlice("w", 1, 0),)), 7, VIEW)) == [
-        VERSION, 33, 7, 3, 9, 0, 5, [["int8", [2, 3], 4096, "", None]], [["w", 1, 0]], 0,
+        VERSION, 33, 7, 3, 9, 0, 5, [["int8", [2, 3], 4096, "", None, False]], [["w", 1, 0]], 0,
     ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.testing.scenario.script import Scenario, ScenarioError
+from tests.simulator.scenario.script import Scenario, ScenarioError
 
 SCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
 

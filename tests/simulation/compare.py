@@ -12,6 +12,8 @@ that they have, so a build that has none is compared with the general way of the
 with the values, ledgers and numbers of messages of the base. What the base itself does not always end with, because it
 depends on the delays of the network, is not compared.
 
+`--more` adds the campaigns of absent workers and of sparse or encoded values: twice as many.
+
 `--mutants` names the mutants of the base that this build lacks, without running them.
 
 The exit code is 0 if nothing differs and 1 otherwise. Results of a base whose worktree is clean are kept in `--cache`.
@@ -69,9 +71,13 @@ class Cache:
 
     folder: Path
     commit: str | None
-    _results: dict[str, Result] = field(default_factory=dict, init=False)
+    _file: Path = field(init=False)
+    _results: dict[str, Result] = field(init=False)
 
     def __post_init__(self) -> None:
+        made_with = (PROGRAM.read_text(encoding="utf-8"), platform.python_version(), version("numpy"))
+        kind = blake2b(repr(made_with).encode(), digest_size=8).hexdigest()  # another program has other results
+        self._file = self.folder / f"{self.commit}-{kind}.json"
         self._results = self._read()
 
     def find(self, task: Task) -> Result | None:
@@ -93,12 +99,6 @@ class Cache:
             return {}
         known: dict[str, Result] = json.loads(self._file.read_text(encoding="utf-8"))
         return known
-
-    @property
-    def _file(self) -> Path:
-        """Results of other programs or libraries are others."""
-        made_with = (PROGRAM.read_text(encoding="utf-8"), platform.python_version(), version("numpy"))
-        return self.folder / f"{self.commit}-{blake2b(repr(made_with).encode(), digest_size=8).hexdigest()}.json"
 
 
 class _Child:
@@ -164,6 +164,7 @@ class Build:
         self._children = [_Child(tree)]
         about = self._children[0].about
         self.campaigns: list[str] = about["campaigns"]
+        self.more: list[str] = about["more"]
         self.layout: str = about["layout"]
         self.turned_off = [f"{name}.{method}" for name, method in about["off"]]
 
@@ -324,8 +325,8 @@ def _compare(base: Build, new: Build, options: Any, say: Say) -> int:
     """Return the number of runs that differ and of campaigns that are not in both builds."""
     for name, build in (("base", base), ("new", new)):
         say(f"{name}: {build.layout}, turned off: {', '.join(build.turned_off) or 'nothing'}")
-    wanted = options.campaigns or base.campaigns
-    names = [name for name in wanted if name in base.campaigns and name in new.campaigns]
+    wanted = options.campaigns or (base.campaigns + base.more if options.more else base.campaigns)
+    names = [name for name in wanted if all(name in build.campaigns + build.more for build in (base, new))]
     gone = [name for name in wanted if name not in names]
     for name in gone:
         say(f"the campaign {name!r} is not in both builds")
@@ -342,7 +343,8 @@ def _options(arguments: Sequence[str] | None) -> Any:
         "--new", type=_tree, default=TREE, metavar="WORKTREE", help="the later build (default: this one)"
     )
     parser.add_argument("--seeds", type=int, default=1, help="of each campaign (default: 1)")
-    parser.add_argument("--campaigns", nargs="+", metavar="NAME", help="default: all, and all failovers")
+    parser.add_argument("--campaigns", nargs="+", metavar="NAME", help="default: CAMPAIGNS and FAILOVERS")
+    parser.add_argument("--more", action="store_true", help="also campaigns of absences and of sparse values")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once (default: 1)")
     parser.add_argument("--cache", type=Path, default=_cache_folder(), help="folder for the results of the base")
     mode = parser.add_mutually_exclusive_group()

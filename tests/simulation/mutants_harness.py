@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvd.testing.campaign import Campaign, undisturbed_weights
+from tests.simulator.campaign import Campaign, undisturbed_weights
 
 SEEDS = 25
 

@@ -2,6 +2,7 @@
 
 `python -P one_build.py TREE` reads a task from each line of stdin and writes its result to stdout, as JSON. TREE may
 be an older build: the simulator is in `kvd/testing` or in `tests/simulator`, and the fast ways may be there or not.
+Other modules may have other names, so what they define is taken from the modules of the simulator that import it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FAST_WAYS: Final = (
     ("kvd.core.server.row_lane", "RowLane", "_take_pull", False),
 )
 """Module, class and method of each fast way, and the answer with which a call falls back to the general way."""
+
+ABSENCES: Final = ("LOSSES", "ELASTIC", "UNEVEN", "LATENESS", "HEALED")
 
 DATA: Final = frozenset(
     (
@@ -148,7 +151,8 @@ class Build:
     Attributes:
         layout: the package that has the simulator.
         turned_off: the fast ways that the build has.
-        campaigns: all campaigns by name, and those in which servers die.
+        campaigns: those of every build and those in which servers die, by name.
+        more: those of absent workers and of sparse or encoded values, by name.
     """
 
     def __init__(self, tree: Path) -> None:
@@ -161,6 +165,9 @@ class Build:
         self._keeps_lines = False
         self._delays = 0
         self.campaigns = {**self._campaign.CAMPAIGNS, **self._campaign.FAILOVERS}
+        absences, sparse = self._part("absences"), self._part("sparse")
+        groups = [getattr(absences, name) for name in ABSENCES]
+        self.more = {name: campaign for group in (*groups, sparse.SPARSE) for name, campaign in group.items()}
         self.turned_off = [way for way in FAST_WAYS if _turn_off(*way)]
         self._record()
         self._count_no_log_entries()
@@ -172,7 +179,7 @@ class Build:
         self._recorders.clear()
         self._workloads.clear()
         self._keeps_lines, self._delays = task.how == "trace", task.delays
-        campaign = self.campaigns[task.campaign]
+        campaign = self.campaigns.get(task.campaign) or self.more[task.campaign]
         if task.how == "calm":
             calm = self._part("mishaps").Mishaps(), self._part("network").CALM
             campaign = dataclasses.replace(campaign, mishaps=calm[0], faults=calm[1])
@@ -191,8 +198,7 @@ class Build:
 
     def _values(self, world: Any) -> Iterator[tuple[str, str]]:
         """Hash what the leader of each slice has."""
-        np = import_module("numpy")
-        view = import_module("kvd.node.jobs").view
+        np, view = import_module("numpy"), self._copies.view
         for process, slice_ in self._copies.led(world):
             if slice_.spec.table is None:
                 spans = [slice_.span(slice_.log.current)]
@@ -211,7 +217,7 @@ class Build:
 
     def _record(self) -> None:
         """Let each Trace have a Recorder."""
-        trace, decode = self._part("trace").Trace, import_module("kvd.protocol.codec").decode
+        trace, decode = self._part("trace").Trace, self._part("shell").decode
         start = trace.__init__
 
         def starting(own: Any, seed: int, clock: Any) -> None:
@@ -225,8 +231,8 @@ class Build:
 
     def _count_no_log_entries(self) -> None:
         """A process dies after so many effects: an entry of its log is none of them."""
-        shell, log_entry = self._part("shell"), import_module("kvd.core.machine").LogEntry
-        by_run = shell.by_run
+        shell = self._part("shell")
+        by_run, log_entry = shell.by_run, shell.LogEntry
         shell.by_run = lambda *rest: (each for each in by_run(*rest) if not isinstance(each[0], log_entry))
 
     def _vary_delays(self) -> None:
@@ -279,7 +285,12 @@ def _turn_off(module: str, name: str, method: str, answer: Any) -> bool:
 
 def main() -> None:
     build = Build(Path(sys.argv[1]))
-    about = {"layout": build.layout, "campaigns": list(build.campaigns), "off": [way[1:3] for way in build.turned_off]}
+    about = {
+        "layout": build.layout,
+        "campaigns": list(build.campaigns),
+        "more": list(build.more),
+        "off": [way[1:3] for way in build.turned_off],
+    }
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
         print(json.dumps(build.run(Task(*json.loads(line)))), flush=True)

@@ -11,8 +11,8 @@ from kvd.core.scheduler.barriers.deadlocks import Deadlocks
 from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.worker.looks import Looks, _Stamp
 from kvd.protocol.messages import Absent
-from kvd.testing.campaign import CAMPAIGNS, Campaign
-from kvd.testing.workloads.tangles import Script, Step, stuck_ranks, tangled
+from tests.simulator.campaign import CAMPAIGNS, Campaign
+from tests.simulator.workloads.tangles import Script, Step, stuck_ranks, tangled
 
 SEEDS = 60
 

@@ -14,9 +14,9 @@ from kvd.core.server.targets import TargetResolver
 from kvd.core.worker.deletions import Deletions as WorkerDeletions
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.push_window import PushWindow
-from kvd.testing.campaign import Campaign
-from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import LATE_COPIES
+from tests.simulator.campaign import Campaign
+from tests.simulator.mishaps import Mishaps
+from tests.simulator.network import LATE_COPIES
 
 SEEDS = 40
 COPIES = Campaign("deletions", mishaps=Mishaps(within_s=25.0), faults=LATE_COPIES)
@@ -74,7 +74,7 @@ def one_rank_is_enough(patch: pytest.MonkeyPatch) -> None:
     """A key goes when the first worker deletes it."""
 
     def close(deletions: Deletions, key: str) -> None:
-        deletions._going.add(key)
+        deletions.going.add(key)
         deletions.advance()
 
     patch.setattr(Deletions, "_close", close)
@@ -111,7 +111,7 @@ def _deleted_without_a_trace(making: KeyMaking, key: Any) -> None:
 
 def states_are_kept(patch: pytest.MonkeyPatch) -> None:
     """The optimizer states of a deleted key stay in memory."""
-    patch.setattr("kvd.node.jobs.JobRunner.forget", lambda *rest: None)
+    patch.setattr("kvd.node.jobs.runner.JobRunner.forget", lambda *rest: None)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from kvd.core.scheduler.barriers.barriers import _Barrier
 from kvd.core.scheduler.membership.roster import Roster
 from kvd.core.server.rounds import SliceLog
 from kvd.protocol.messages import MemberState
-from kvd.testing.absences import ELASTIC
-from kvd.testing.campaign import LONG, MOST_WORKERS, WORKERS, WORKLOADS, Campaign
-from kvd.testing.workloads.elastic import ElasticLedger
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.absences import ELASTIC
+from tests.simulator.campaign import LONG, MOST_WORKERS, WORKERS, WORKLOADS, Campaign
+from tests.simulator.workloads.elastic import ElasticLedger
 
 SOAK_SEEDS = 500
 

@@ -23,14 +23,14 @@ from kvd.core.server.records import Answer, Records
 from kvd.core.server.replicas import Replicas
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.syncing import Syncing
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.protocol.messages import SliceId
-from kvd.testing.campaign import FAILOVERS, SERVERS_DIE, Campaign
-from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import NASTY
-from kvd.testing.scenario.script import Scenario, ScenarioError
-from kvd.testing.settings import ShellSettings
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.campaign import FAILOVERS, SERVERS_DIE, Campaign
+from tests.simulator.mishaps import Mishaps
+from tests.simulator.network import NASTY
+from tests.simulator.scenario.script import Scenario, ScenarioError
+from tests.simulator.settings import ShellSettings
 
 PAUSES = Mishaps(within_s=25.0, pauses=5, longest_pause_s=18.0)  # of leaders too, which others replace meanwhile
 

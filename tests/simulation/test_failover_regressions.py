@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.server import checks
-from kvd.testing.campaign import FAILOVERS, HARD, LASTING, LONG_PAUSES, NO_DEATHS, Campaign
-from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import LATE_COPIES, NASTY, ROUGH, Faults
-from kvd.testing.settings import ShellSettings
+from tests.simulator.campaign import FAILOVERS, HARD, LASTING, LONG_PAUSES, NO_DEATHS, Campaign
+from tests.simulator.mishaps import Mishaps
+from tests.simulator.network import LATE_COPIES, NASTY, ROUGH, Faults
+from tests.simulator.settings import ShellSettings
 
 DYING = replace(HARD, server_crashes=3)
 DYING_LONG = replace(LASTING, server_crashes=4)

@@ -8,15 +8,15 @@ import pytest
 
 from kvd.core.machine import Event, Received, Send, ServerPeer
 from kvd.protocol.messages import Done, Push, PushBatch
-from kvd.testing.campaign import WORKERS
-from kvd.testing.mishaps import Mishaps, live_through
-from kvd.testing.process import Process
-from kvd.testing.settings import ClusterSettings
-from kvd.testing.shell import Shell
-from kvd.testing.simulator import World
-from kvd.testing.workloads.ledger import Ledger
 from tests.simulation.seeds import seeds
 from tests.simulation.test_failover_mutants import acks_before_the_backup_holds
+from tests.simulator.campaign import WORKERS
+from tests.simulator.mishaps import Mishaps, live_through
+from tests.simulator.process import Process
+from tests.simulator.settings import ClusterSettings
+from tests.simulator.shell import Shell
+from tests.simulator.simulator import World
+from tests.simulator.workloads.ledger import Ledger
 
 LONG_S = 25.0  # more than the timeout of servers
 

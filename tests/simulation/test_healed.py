@@ -8,13 +8,13 @@ import pytest
 
 from kvd.core.server.healing import Healing
 from kvd.core.worker.step_loops import StepLoops
-from kvd.testing.absences import HEALED, HEALS
-from kvd.testing.campaign import WORKERS
-from kvd.testing.mishaps import live_through
-from kvd.testing.settings import ClusterSettings
-from kvd.testing.simulator import World
-from kvd.testing.workloads.healed import HealedTraining
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.absences import HEALED, HEALS
+from tests.simulator.campaign import WORKERS
+from tests.simulator.mishaps import live_through
+from tests.simulator.settings import ClusterSettings
+from tests.simulator.simulator import World
+from tests.simulator.workloads.healed import HealedTraining
 
 SEEDS = 3  # of these campaigns in `make test`
 SOAK_SEEDS = 1000

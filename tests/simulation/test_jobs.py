@@ -9,13 +9,13 @@ from kvd.core.requests import Barrier, Depart, Flush, Transfer
 from kvd.core.scheduler.router import SchedulerRouter
 from kvd.core.session import RunKey
 from kvd.protocol.messages import EXIT_BARRIER, Departure
-from kvd.testing.checkers import check_everything_ended
-from kvd.testing.mishaps import Mishaps, plan
-from kvd.testing.network import CALM, NASTY, ROUGH, Faults
-from kvd.testing.process import Coroutine
-from kvd.testing.settings import ClusterSettings
-from kvd.testing.simulator import Me, World
-from kvd.testing.workloads.steps import enter, insist, item, pushpull
+from tests.simulator.checkers import check_everything_ended
+from tests.simulator.mishaps import Mishaps, plan
+from tests.simulator.network import CALM, NASTY, ROUGH, Faults
+from tests.simulator.process import Coroutine
+from tests.simulator.settings import ClusterSettings
+from tests.simulator.simulator import Me, World
+from tests.simulator.workloads.steps import enter, insist, item, pushpull
 
 WORKERS, STEPS, SIZE = 2, 6, 600
 MISHAPS = Mishaps(within_s=5.0, pauses=2, cuts=2, scheduler_restarts=1)

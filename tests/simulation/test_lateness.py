@@ -10,14 +10,14 @@ import pytest
 from kvd.core.scheduler.membership.roster import Roster
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.rounds import SliceLog
-from kvd.testing.absences import LATENESS
-from kvd.testing.campaign import WORKERS
-from kvd.testing.mishaps import Mishaps, live_through
-from kvd.testing.process import Coroutine
-from kvd.testing.settings import ClusterSettings, Timeouts
-from kvd.testing.simulator import Me, World
-from kvd.testing.workloads.losses import LossLedger
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.absences import LATENESS
+from tests.simulator.campaign import WORKERS
+from tests.simulator.mishaps import Mishaps, live_through
+from tests.simulator.process import Coroutine
+from tests.simulator.settings import ClusterSettings, Timeouts
+from tests.simulator.simulator import Me, World
+from tests.simulator.workloads.losses import LossLedger
 
 SOAK_SEEDS = 1000
 GRACE_S = 1.0

@@ -11,10 +11,10 @@ from kvd.compute import merge
 from kvd.core.server.resume import Resumption
 from kvd.core.server.rounds import SliceLog
 from kvd.core.server.waiting import Waiters
-from kvd.testing.absences import LOSSES
-from kvd.testing.campaign import LONG, WORKERS, WORKLOADS, Campaign
-from kvd.testing.workloads.losses import LossLedger
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.absences import LOSSES
+from tests.simulator.campaign import LONG, WORKERS, WORKLOADS, Campaign
+from tests.simulator.workloads.losses import LossLedger
 
 SEEDS = 1  # of each campaign in `make test`
 SOAK_SEEDS = 1000

@@ -11,15 +11,15 @@ from kvd.core.requests import Depart, JoinCluster
 from kvd.core.scheduler.barriers.barriers import Barriers, Settled
 from kvd.errors import RequestTimeout
 from kvd.protocol.messages import Departure
-from kvd.testing.campaign import CAMPAIGNS, Campaign
-from kvd.testing.checkers import check_everything_ended
-from kvd.testing.mishaps import live_through
-from kvd.testing.network import CALM, ROUGH, Faults
-from kvd.testing.process import Coroutine, Start
-from kvd.testing.settings import ClusterSettings
-from kvd.testing.simulator import Me, World
-from kvd.testing.trace import Violation
-from kvd.testing.workloads.meetings import Meetings
+from tests.simulator.campaign import CAMPAIGNS, Campaign
+from tests.simulator.checkers import check_everything_ended
+from tests.simulator.mishaps import live_through
+from tests.simulator.network import CALM, ROUGH, Faults
+from tests.simulator.process import Coroutine, Start
+from tests.simulator.settings import ClusterSettings
+from tests.simulator.simulator import Me, World
+from tests.simulator.trace import Violation
+from tests.simulator.workloads.meetings import Meetings
 
 LATE_RESTARTS = CAMPAIGNS["meetings, late restarts"]
 

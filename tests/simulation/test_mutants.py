@@ -26,14 +26,14 @@ from kvd.core.worker.keys import WorkerKey
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.push_window import PushWindow
 from kvd.core.worker.transfer import Transfer
-from kvd.node.optimizer_states import OptimizerStates
+from kvd.node.jobs.optimizer_states import OptimizerStates
 from kvd.protocol.messages import SliceId
-from kvd.testing.campaign import CAMPAIGNS, Campaign
-from kvd.testing.mishaps import Mishaps
-from kvd.testing.network import NASTY, Faults
-from kvd.testing.settings import ShellSettings
-from kvd.testing.trace import Violation
 from tests.simulation.mutants_harness import SEEDS, caught, check_caught
+from tests.simulator.campaign import CAMPAIGNS, Campaign
+from tests.simulator.mishaps import Mishaps
+from tests.simulator.network import NASTY, Faults
+from tests.simulator.settings import ShellSettings
+from tests.simulator.trace import Violation
 
 CALM_BUT_OUT_OF_ORDER = Faults(delay_s=(0.0005, 0.2), duplicates=0.3, ordered=False)
 
@@ -73,16 +73,7 @@ def replaced_may_go_on(patch: pytest.MonkeyPatch) -> None:
 
 def order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     """A round is merged in the order in which its contributions came."""
-
-    def take(log: SliceLog, required: Iterable[int]) -> tuple[Contribution, ...] | None:
-        clock = log.closed + 1
-        contributions = log._staging.rounds.get(clock)
-        if not contributions or log.missing(clock, required):
-            return None
-        del log._staging.rounds[clock]
-        return tuple(contributions.values())
-
-    patch.setattr(SliceLog, "_take_round", take)
+    patch.setattr("kvd.core.server.rounds.sorted", list, raising=False)
 
 
 def no_window(patch: pytest.MonkeyPatch) -> None:
@@ -106,8 +97,8 @@ def unclosed_stays(patch: pytest.MonkeyPatch) -> None:
 def incomplete_rounds(patch: pytest.MonkeyPatch) -> None:
     """A round is closed with the contributions that are there."""
 
-    def is_complete(log: SliceLog, clock: int, required: Any) -> bool:
-        return bool(log._staging.rounds.get(clock))
+    def is_complete(log: SliceLog, clock: int, contributions: Any, required: Any) -> bool:
+        return bool(contributions)
 
     patch.setattr(SliceLog, "_is_complete", is_complete)
 
@@ -192,7 +183,7 @@ def batch_numbers_are_used_again(patch: pytest.MonkeyPatch) -> None:
         declare(table, sender, number, slice_ids)
         batch = table.find(sender, number)
         assert batch is not None
-        for batches in table._of.values():
+        for batches in table.of.values():
             batches[number] = batch
 
     patch.setattr(BatchTable, "declare", shared)

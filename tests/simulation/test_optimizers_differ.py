@@ -10,13 +10,13 @@ from kvd.core.requests import Barrier, ClockOf, Control, Depart, Flush
 from kvd.errors import NotAllowed
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import Departure, SetOptimizer
-from kvd.testing.checkers import check_everything_ended
-from kvd.testing.network import NASTY
-from kvd.testing.process import Coroutine, Sleep
-from kvd.testing.settings import ClusterSettings
-from kvd.testing.simulator import Me, World
 from tests.simulation.seeds import seeds
 from tests.simulation.test_regressions import begun, full, pull, push
+from tests.simulator.checkers import check_everything_ended
+from tests.simulator.network import NASTY
+from tests.simulator.process import Coroutine, Sleep
+from tests.simulator.settings import ClusterSettings
+from tests.simulator.simulator import Me, World
 
 
 @pytest.mark.parametrize("seed", seeds(5, soak=50))

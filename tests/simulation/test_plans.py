@@ -20,9 +20,9 @@ from kvd.core.worker.push_window import PushWindow, begin_pushes
 from kvd.core.worker.steps import StepCounter
 from kvd.core.worker.transfer import Transfer
 from kvd.core.worker.transfer_plans import Whole
-from kvd.testing.campaign import CAMPAIGNS
-from kvd.testing.trace import Trace
 from tests.core.small_calls_harness import SmallCallSteps, without_plans
+from tests.simulator.campaign import CAMPAIGNS
+from tests.simulator.trace import Trace
 
 COMPARED = (
     "rounds, nasty",

@@ -11,8 +11,8 @@ from kvd.core.server import captures as captures_module
 from kvd.core.server.rounds import NoVersion, SliceLog
 from kvd.core.worker.in_flight import InFlight, Steps
 from kvd.core.worker.steps import StepCounter
-from kvd.testing.campaign import CAMPAIGNS, Campaign
 from tests.simulation.mutants_harness import caught
+from tests.simulator.campaign import CAMPAIGNS, Campaign
 
 
 def steps_are_not_told(patch: pytest.MonkeyPatch) -> None:

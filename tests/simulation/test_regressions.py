@@ -22,19 +22,19 @@ from kvd.core.requests import (
     Transfer,
 )
 from kvd.errors import BarrierBroken, NotAllowed, RequestTimeout
-from kvd.node.jobs import JobRunner
+from kvd.node.jobs.runner import JobRunner
 from kvd.optimizer import SGD, to_wire
 from kvd.protocol.messages import Departure, SetOptimizer
-from kvd.testing.checkers import check_everything_ended
-from kvd.testing.mishaps import Mishaps, live_through
-from kvd.testing.network import CALM, NASTY, Faults
-from kvd.testing.process import Coroutine, Sleep, Start
-from kvd.testing.settings import ClusterSettings, ShellSettings, Timeouts
-from kvd.testing.simulator import Me, World, slices_of
-from kvd.testing.workloads.ledger import Ledger
-from kvd.testing.workloads.rounds import Rounds
-from kvd.testing.workloads.steps import SIZE, Floats, item
 from tests.simulation.seeds import seeds
+from tests.simulator.checkers import check_everything_ended
+from tests.simulator.mishaps import Mishaps, live_through
+from tests.simulator.network import CALM, NASTY, Faults
+from tests.simulator.process import Coroutine, Sleep, Start
+from tests.simulator.settings import ClusterSettings, ShellSettings, Timeouts
+from tests.simulator.simulator import Me, World, slices_of
+from tests.simulator.workloads.ledger import Ledger
+from tests.simulator.workloads.rounds import Rounds
+from tests.simulator.workloads.steps import SIZE, Floats, item
 
 
 def full(value: float, size: int = SIZE) -> Floats:

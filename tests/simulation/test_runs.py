@@ -12,14 +12,14 @@ from kvd.core.machine import Send
 from kvd.core.server.groups import FusedGroup, Slice
 from kvd.core.server.keys import KeyTable
 from kvd.protocol.messages import Enter, Epoch, Push, PushBatch
-from kvd.testing.campaign import CAMPAIGNS, FAILOVERS, STEPS, Campaign
-from kvd.testing.network import CALM, NASTY
-from kvd.testing.process import Process
-from kvd.testing.shell import Shell
-from kvd.testing.trace import Violation
-from kvd.testing.workloads.captured import Operators
-from kvd.testing.workloads.readings import Readers, Seen
-from kvd.testing.workloads.steps import Keys
+from tests.simulator.campaign import CAMPAIGNS, FAILOVERS, STEPS, Campaign
+from tests.simulator.network import CALM, NASTY
+from tests.simulator.process import Process
+from tests.simulator.shell import Shell
+from tests.simulator.trace import Violation
+from tests.simulator.workloads.captured import Operators
+from tests.simulator.workloads.readings import Readers, Seen
+from tests.simulator.workloads.steps import Keys
 
 SEEDS = 2  # of each campaign in `make test`
 MOST_SEEDS = 20  # until what a campaign is about has happened

@@ -22,13 +22,13 @@ from kvd.core.machine import (
 )
 from kvd.optimizer import SGD
 from kvd.protocol.messages import ADD
-from kvd.testing.clock import VirtualClock
-from kvd.testing.network import CALM, Network
-from kvd.testing.process import Process
-from kvd.testing.settings import ShellSettings
-from kvd.testing.shell import Shell
-from kvd.testing.trace import Trace
 from tests.node.driver_harness import Scripted
+from tests.simulator.clock import VirtualClock
+from tests.simulator.network import CALM, Network
+from tests.simulator.process import Process
+from tests.simulator.settings import ShellSettings
+from tests.simulator.shell import Shell
+from tests.simulator.trace import Trace
 
 ONES = Span(np.ones(4, np.float32).tobytes(), 0, 16)
 MOMENTUM = SGD(1.0, momentum=0.5)

@@ -9,10 +9,10 @@ import pytest
 
 from kvd.core.machine import Send
 from kvd.protocol.messages import Epoch, Values
-from kvd.testing.process import Process
-from kvd.testing.shell import Shell
-from kvd.testing.sparse import SPARSE
-from kvd.testing.workloads.captured import Operators
+from tests.simulator.process import Process
+from tests.simulator.shell import Shell
+from tests.simulator.sparse import SPARSE
+from tests.simulator.workloads.captured import Operators
 
 IN_EVERY_RUN = (  # one seed each
     "ledger, torn records, servers die, tables",

@@ -13,29 +13,29 @@ from kvd.compute.slice_state import SliceState
 from kvd.core.server import groups
 from kvd.core.server.groups import FusedGroup
 from kvd.core.server.rounds import SliceLog
-from kvd.node import jobs
-from kvd.node.table_parts import TableParts
+from kvd.node.jobs import runner
+from kvd.node.jobs.table_parts import TableParts
 from kvd.tables.copies import PartWriter
 from kvd.tables.stored_rows import RowPages
-from kvd.testing.sparse import SPARSE
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.sparse import SPARSE
 
 
 def what_is_left_over_is_lost(patch: pytest.MonkeyPatch) -> None:
     """A plain round does not use up what encoding has left over."""
-    patch.setattr(jobs, "_use_up", lambda state, value: setattr(state, "residual", None))
+    patch.setattr(runner, "_use_up", lambda state, value: setattr(state, "residual", None))
 
 
 def what_is_left_over_counts_again(patch: pytest.MonkeyPatch) -> None:
     """A plain round uses it up, and the next one has it again."""
-    use_up = jobs._use_up
+    use_up = runner._use_up
 
     def keeping(state: SliceState, value: Any) -> None:
         residual = state.residual
         use_up(state, value)
         state.residual = residual
 
-    patch.setattr(jobs, "_use_up", keeping)
+    patch.setattr(runner, "_use_up", keeping)
 
 
 def copies_lack_what_is_left_over(patch: pytest.MonkeyPatch) -> None:
@@ -50,14 +50,14 @@ def copies_lack_what_is_left_over(patch: pytest.MonkeyPatch) -> None:
 
 def backups_leave_nothing_over(patch: pytest.MonkeyPatch) -> None:
     """A backup encodes without feedback."""
-    encoded = jobs.JobRunner._encoded
+    encoded = runner.JobRunner._encoded
 
-    def forgetful(runner: jobs.JobRunner, job: Any, *rest: Any) -> Any:
+    def forgetful(runner: runner.JobRunner, job: Any, *rest: Any) -> Any:
         if job.is_merged:
             job = job._replace(encoding=job.encoding._replace(coding=job.encoding.coding._replace(feeds_back=False)))
         return encoded(runner, job, *rest)
 
-    patch.setattr(jobs.JobRunner, "_encoded", forgetful)
+    patch.setattr(runner.JobRunner, "_encoded", forgetful)
 
 
 def sums_have_the_threshold_of_one(patch: pytest.MonkeyPatch) -> None:

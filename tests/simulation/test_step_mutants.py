@@ -11,8 +11,8 @@ from kvd.core.server.rounds import SliceLog
 from kvd.core.server.shared_steps import SharedLoop
 from kvd.core.worker.open_pushes import OpenPushes
 from kvd.core.worker.predecessor import Predecessor
-from kvd.testing.campaign import CAMPAIGNS
-from kvd.testing.simulator import World
+from tests.simulator.campaign import CAMPAIGNS
+from tests.simulator.simulator import World
 
 SEEDS = 40
 

@@ -11,14 +11,14 @@ import pytest
 from kvd.core.machine import Apply
 from kvd.core.server.rounds import SliceLog
 from kvd.core.worker.push_window import PushWindow, end_pulls
-from kvd.node.table_parts import TableParts
+from kvd.node.jobs.table_parts import TableParts
 from kvd.tables import by_part
 from kvd.tables.duplicates import InOrder, firsts
 from kvd.tables.earlier_rows import EarlierRows
 from kvd.tables.part import TablePart
 from kvd.tables.table import Table
-from kvd.testing.campaign import CAMPAIGNS
 from tests.simulation.mutants_harness import check_caught
+from tests.simulator.campaign import CAMPAIGNS
 
 
 def the_newest_rows(patch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from kvd.core.scheduler.membership.roster import MemberEvent, Roster, Seat
 from kvd.core.server.resume import Resumption
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.protocol.messages import MemberState
-from kvd.testing.absences import UNEVEN
 from tests.simulation.mutants_harness import check_caught
 from tests.simulation.test_losses import counts_what_was_dropped, divides_by_all_workers
+from tests.simulator.absences import UNEVEN
 
 SEEDS = 1  # of these campaigns in `make test`
 ALWAYS = ("uneven", "uneven, nasty", "uneven, servers die", "uneven, async, stale by 1", "uneven, losses")

@@ -17,7 +17,7 @@ from kvd.errors import SnapshotError
 from kvd.snapshots import manifest
 from kvd.snapshots.manifest import Manifest
 from kvd.snapshots.reader import StoredSnapshot
-from kvd.snapshots.writer import SnapshotWriter, is_written
+from kvd.snapshots.writer import ProgramContent, SnapshotWriter, is_written
 from tests.snapshots.snapshot_harness import ORIGIN, PART_BYTES, content, rewritten, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,8 +128,8 @@ def test_what_is_no_snapshot(tmp_path: Path) -> None:
 
 def test_a_newer_version_says_so(tmp_path: Path) -> None:
     write(tmp_path / "taken")
-    rewritten(tmp_path / "taken", lambda plain: plain.update(version=3, keys="in another form"))
-    with pytest.raises(SnapshotError, match="newer kvd: it has version 3"):
+    rewritten(tmp_path / "taken", lambda plain: plain.update(version=4, keys="in another form"))
+    with pytest.raises(SnapshotError, match="newer kvd: it has version 4"):
         StoredSnapshot.open(tmp_path / "taken")
 
 
@@ -185,6 +185,26 @@ def test_a_key_has_its_own_merge_only_if_the_manifest_says_so(tmp_path: Path) ->
     plain = json.loads((tmp_path / "taken" / manifest.FILE).read_bytes())
     assert ["merge" in key for key in plain["keys"]] == [True, False]  # as in manifests from before there were merges
     assert [key.merge for key in StoredSnapshot.open(tmp_path / "taken").manifest.keys] == ["mean", ""]
+
+
+@pytest.mark.parametrize("part_bytes", [PART_BYTES, 100])
+def test_the_state_of_a_program(tmp_path: Path, part_bytes: int) -> None:
+    state = np.arange(250, dtype=np.uint8)
+    writer = SnapshotWriter(tmp_path / "taken", ORIGIN, part_bytes)
+    writer.add("w", np.ones(3), 1, 0, {}, gradients=True)
+    writer.add_program(ProgramContent({}, b"layout", state))
+    writer.finish()
+    found = StoredSnapshot.open(tmp_path / "taken")
+    found.verify()
+    program = found.program()
+    assert program is not None
+    assert program[0] == b"layout"
+    np.testing.assert_array_equal(program[1], state)
+    assert [key.gradients for key in found.manifest.keys] == [True]
+    last = sorted((tmp_path / "taken").glob("part-*"))[-1]
+    last.write_bytes(last.read_bytes()[:-1] + b"x")
+    with pytest.raises(SnapshotError, match=last.name):
+        found.verify()
 
 
 def test_the_manifest_goes_through_json() -> None:

@@ -83,7 +83,7 @@ def test_half_of_one_is_the_newest(folder: Path) -> None:
 
 def test_a_newer_kvd_s_is_refused_though_there_are_earlier_ones(folder: Path) -> None:
     file = folder / "step-1000" / manifest.FILE
-    file.write_text(file.read_text().replace('"version": 1', '"version": 3'))
+    file.write_text(file.read_text().replace('"version": 1', '"version": 4'))
     with pytest.raises(SnapshotError, match="written by a newer kvd"):
         newest_at(folder, missing_ok=False, or_older=True)
 

@@ -106,7 +106,7 @@ def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None
             mark = folder / f"died-{place}"
             if (rank, when) == (str(kv.rank), moment) and step in ("*", at) and not mark.exists():
                 mark.touch()
-                time.sleep(pause_s)
+                time.sleep(pause_s)  # time itself: what was sent arrives
                 os.kill(os.getpid(), signal.SIGKILL)
 
     torch.manual_seed(os.getpid())  # each life begins with other weights
@@ -146,7 +146,7 @@ def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None
         at = str(step)
         made.append(step)
         (folder / f"holds-{os.getpid()}").touch()
-        time.sleep(pace_s)
+        time.sleep(pace_s)  # time itself: the pace of the steps
         x, y = batch(step, number)
         come_to("before")
         optimizer.zero_grad()
@@ -211,12 +211,13 @@ def main() -> None:
                     for victim in chance.sample(holders, 1 + (chance.random() < 0.2)):
                         os.kill(victim, signal.SIGKILL)
                         (folder / f"killed-{victim}").touch()
+                        (folder / f"holds-{victim}").unlink()  # it may be a while until it is reaped
                     kill_at = time.monotonic() + chance.uniform(*KILL_EVERY_S)
-                time.sleep(0.01)
+                time.sleep(0.01)  # a turn: the next death, or the next end
                 continue
             number = running.pop(pid)
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not failed:
-                time.sleep(RESTART_AFTER_S)
+                time.sleep(RESTART_AFTER_S)  # time itself: as a supervisor does
                 running[start(number, total, folder, deaths)] = number
             elif status:
                 failed = True

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import kvd.torch as kt
-from kvd.testing.cluster import LocalCluster
+from kvd.testing.cluster import LocalCluster, wait_until
 from tests.torch import healing_program as program
 
 TOTAL = 16
@@ -34,13 +34,28 @@ DEATHS = [
 ]
 
 
-def job(folder: Path, deaths: Sequence[str], total: int = TOTAL, **settings: Any) -> list[dict[str, Any]]:
-    """The results of all workers."""
+def job(
+    folder: Path,
+    deaths: Sequence[str],
+    total: int = TOTAL,
+    server_dies_with: str = "",
+    timeout_s: float = TIMEOUT_S,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """The results of all workers.
+
+    Args:
+        server_dies_with: the mark of a death, at which server 0 is killed; "": it is not.
+    """
     folder.mkdir()
     with LocalCluster(program.WORKERS, 2, processes=True, **{**SETTINGS, **settings}) as cluster:
         process = cluster.script(CODE, 0, str(total), str(folder), *deaths)
         try:
-            output = process.communicate(timeout=TIMEOUT_S)[0].decode()
+            if server_dies_with:
+                mark = folder / server_dies_with
+                wait_until(lambda: mark.exists() or process.poll() is not None, f"{mark} is there", TIMEOUT_S)
+                cluster.kill_server(0)
+            output = process.communicate(timeout=timeout_s)[0].decode()
         finally:
             process.kill()
             process.wait()
@@ -79,8 +94,13 @@ def in_one_process() -> list[Any]:
     return [value.tolist() for value in models[0].parameters()]
 
 
-def test_each_moment_of_death(tmp_path: Path) -> None:
-    undisturbed = job(tmp_path / "undisturbed", [])
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return job(tmp_path_factory.mktemp("job") / "undisturbed", [])
+
+
+@pytest.mark.timeout(300)  # many processes import torch, one after the other
+def test_each_moment_of_death(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     assert len({result["digest"] for result in undisturbed}) == 1
     for found, expected in zip(undisturbed[0]["weights"], in_one_process(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -89,6 +109,16 @@ def test_each_moment_of_death(tmp_path: Path) -> None:
     assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * program.WORKERS
     assert len(list((tmp_path / "disturbed").glob("died-*"))) == len(DEATHS)
     assert results[0]["scale"] != 65536.0
+
+
+def test_the_server_that_passes_states_on_dies_with_two_workers(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """Server 0 leads the first partition, and dies when one worker has, and the giver of the state is about to."""
+    deaths = ["1:5:over", "0:*:serving", "2:9:bucket"]
+    results = job(tmp_path / "job", deaths, server_dies_with="died-0", replicas=2)
+    assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * program.WORKERS
+    assert len(list((tmp_path / "job").glob("died-*"))) == len(deaths)
 
 
 def test_a_backward_that_ends_on_another_thread_gives_the_state() -> None:
@@ -134,6 +164,6 @@ def test_workers_are_killed_at_random(tmp_path: Path, seed: int, replicas: int) 
     total = 300
     undisturbed = job(tmp_path / "undisturbed", [], total, replicas=replicas)
     folder = tmp_path / "disturbed"
-    results = job(folder, [program.AT_RANDOM, str(seed)], total, replicas=replicas)
+    results = job(folder, [program.AT_RANDOM, str(seed)], total, timeout_s=900, replicas=replicas)
     assert [result["digest"] for result in results] == [undisturbed[0]["digest"]] * program.WORKERS
     assert list(folder.glob("killed-*"))

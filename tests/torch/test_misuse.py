@@ -394,3 +394,34 @@ def test_workers_with_other_models_or_options() -> None:
     assert "worker 1 has '80.weight (3, 3) float32' where worker 0 has 'no parameter'" in first[1]
     assert "'0.weight (4, 3) float64'" in first[2]
     assert "bucket_bytes=1001" in first[3]
+
+
+def test_one_optimizer_of_a_store_passes_its_state_on() -> None:
+    kv = kvd.create("local")
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    wrapped = [
+        kt.DistributedOptimizer(
+            kind(module.parameters(), 0.1), module.named_parameters(prefix=name), where="workers", op="mean", store=kv
+        )
+        for kind, module, name in ((torch.optim.Adam, generator, "generator"), (torch.optim.SGD, critic, "critic"))
+    ]
+    with pytest.raises(NotAllowed, match=r"one optimizer of a store passes its state on"):
+        wrapped[0].keep("critic", wrapped[1])
+    next(wrapped[0].steps(1))
+    text = r"Adam with the parameter 'generator.weight', and SGD with the parameter 'critic.weight' asks for it"
+    with pytest.raises(NotAllowed, match=text):
+        next(wrapped[1].steps(1))
+    kv.close()
+
+
+def test_a_second_optimizer_of_the_servers_is_refused() -> None:
+    sgd, adagrad = kvd.optimizer.SGD(0.1), kvd.optimizer.Adagrad(0.1)
+    kv = kvd.create("local")
+    kt.Embedding(4, 2, name="one", store=kv, optimizer=adagrad)
+    kt.Embedding(4, 2, name="two", store=kv, optimizer=adagrad)
+    with pytest.raises(NotAllowed, match=r"Adagrad\(.*Embedding\(name='three', optimizer=…\) asks for SGD\("):
+        kt.Embedding(4, 2, name="three", store=kv, optimizer=sgd)
+    model = nn.Linear(2, 1)
+    with pytest.raises(NotAllowed, match=r"Adagrad\(.*LocalSGD\(outer=…\) asks for SGD\("):
+        kt.LocalSGD(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), every=2, outer=sgd, store=kv)
+    kv.close()

@@ -23,6 +23,7 @@ PROGRAM = "from tests.torch.beside_ddp import main; main()"
 TIMEOUT_S = 110
 
 
+@pytest.mark.timeout(300)  # four processes import torch
 def test_two_workers_have_the_bits_of_ddp(tmp_path: Path) -> None:
     with LocalCluster(2, 1) as cluster:
         workers = [cluster.script(PROGRAM, number, str(tmp_path / "ddp")) for number in range(2)]

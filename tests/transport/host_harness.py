@@ -14,8 +14,8 @@ from typing import Any
 
 from kvd.core.machine import Peer, ServerPeer
 from kvd.core.principals import HOLDER, Principal
-from kvd.transport.curve import Curve, new_keypair
 from kvd.transport.host import HostTransport
+from kvd.transport.zmq.curve import Curve, new_keypair
 from tests.transport.link_harness import spans
 from tests.waiting import eventually
 

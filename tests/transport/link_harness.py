@@ -15,13 +15,13 @@ import numpy as np
 
 from kvd.core.machine import LinkPeer, Peer, Span
 from kvd.core.principals import HOLDER, Principal
-from kvd.transport.frames import HELLO, MAGIC, VERSION, prefix_of
-from kvd.transport.link import Link
-from kvd.transport.link_proof import Medium, Proven
-from kvd.transport.link_reader import LinkReader
-from kvd.transport.offered import MapBudget
-from kvd.transport.segments import Arena
-from kvd.transport.sink import Sink
+from kvd.transport.links.delivery import Sink
+from kvd.transport.links.frames import HELLO, MAGIC, VERSION, prefix_of
+from kvd.transport.links.handshake import Medium, Proven
+from kvd.transport.links.link import Link
+from kvd.transport.links.reader import LinkReader
+from kvd.transport.memory.offered import MapBudget
+from kvd.transport.memory.segments import Arena
 
 MIB = 1 << 20
 

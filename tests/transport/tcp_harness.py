@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport.curve import Curve
-from kvd.transport.link_listener import TcpLinks
+from kvd.transport.links.listener import TcpLinks
+from kvd.transport.zmq.curve import Curve
 from tests.transport.host_harness import Node, cluster_keys, connected, run
 
 KEYS = cluster_keys()

@@ -10,11 +10,11 @@ import pytest
 
 from kvd.core.machine import SCHEDULER
 from kvd.core.principals import HOLDER
-from kvd.transport import newcomers as limits
-from kvd.transport.arrivals import Arrivals, refusal_line
-from kvd.transport.connections import listening_at
-from kvd.transport.curve import new_keypair
-from kvd.transport.newcomers import ANYWHERE, THIS_HOST, place_of
+from kvd.transport.limits import connection_rate_limit as limits
+from kvd.transport.limits.callers import Arrivals, refusal_line
+from kvd.transport.limits.connection_rate_limit import ANYWHERE, THIS_HOST, place_of
+from kvd.transport.limits.connections import listening_at
+from kvd.transport.zmq.curve import new_keypair
 from tests.fuzz.flood import flood
 from tests.fuzz.zmtp import Wire, greeting
 from tests.transport.test_curve import Node, curve, nodes

@@ -16,8 +16,8 @@ import pytest
 from kvd.core.machine import Peer, PeerKind, ServerPeer, Span
 from kvd.core.principals import KeyRole, Principal
 from kvd.protocol.messages import PathKind
-from kvd.transport.curve import Curve, Keypair, new_keypair
-from kvd.transport.link_listener import TcpLinks
+from kvd.transport.links.listener import TcpLinks
+from kvd.transport.zmq.curve import Curve, Keypair, new_keypair
 from tests.transport.host_harness import Node, Process, run
 from tests.transport.link_harness import MIB, pattern
 from tests.waiting import eventually

@@ -16,10 +16,10 @@ from kvd.core.principals import Principal
 from kvd.errors import ConnectError
 from kvd.transport.base import Transport
 from kvd.transport.host import HostTransport
-from kvd.transport.link_listener import TcpLinks
-from kvd.transport.memory import MemoryNetwork, MemoryTransport
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.links.listener import TcpLinks
+from kvd.transport.zmq.transport import ZmqTransport
 from tests.transport.host_harness import cluster_keys
+from tests.transport.in_process import MemoryNetwork, MemoryTransport
 from tests.transport.link_harness import spans
 from tests.waiting import eventually
 

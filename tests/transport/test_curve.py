@@ -12,10 +12,10 @@ import pytest
 from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import HOLDER, KeyRole, Principal
 from kvd.errors import ConnectError
-from kvd.transport.curve import Admit, Curve, Keypair, is_key, new_keypair, public_key_of
 from kvd.transport.finding import Outcome
-from kvd.transport.probe import try_handshake
-from kvd.transport.zmq import ZmqTransport
+from kvd.transport.zmq.curve import Admit, Curve, Keypair, is_key, new_keypair, public_key_of
+from kvd.transport.zmq.probe import try_handshake
+from kvd.transport.zmq.transport import ZmqTransport
 from tests.waiting import eventually
 
 DEADLINE_S = 30.0

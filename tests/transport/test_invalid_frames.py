@@ -12,8 +12,8 @@ from contextlib import suppress
 
 import pytest
 
-from kvd.transport import incoming
-from kvd.transport.frames import (
+from kvd.transport.links import incoming
+from kvd.transport.links.frames import (
     GOODBYE,
     HELLO,
     INLINE,
@@ -27,7 +27,7 @@ from kvd.transport.frames import (
     pack_numbers,
     prefix_of,
 )
-from kvd.transport.segments import SEALS
+from kvd.transport.memory.segments import SEALS
 from tests.transport.link_harness import MIB, Raw, raw_pair, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

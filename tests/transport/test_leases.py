@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvd.transport import remote_segments
+from kvd.transport.memory import remote_segments
 from tests.transport.link_harness import MIB, block_of, pair, pattern, spans, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvd.core.machine import Peer, ServerPeer
-from kvd.transport.offered import MapBudget
-from kvd.transport.remote_segments import (
+from kvd.transport.memory.offered import MapBudget
+from kvd.transport.memory.remote_segments import (
     Children,
     LinkSocket,
     RemoteSegments,
@@ -23,7 +23,7 @@ from kvd.transport.remote_segments import (
     _lending,
     reference_to,
 )
-from kvd.transport.segments import Bytes
+from kvd.transport.memory.segments import Bytes
 from tests.transport.host_harness import Node, connected, run
 from tests.transport.link_harness import MIB, End, block_of, pair, pattern, spans, until
 from tests.waiting import eventually

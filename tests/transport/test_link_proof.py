@@ -10,9 +10,9 @@ import pytest
 
 from kvd.core.machine import CallerPeer
 from kvd.core.principals import Principal
-from kvd.transport.link_proof import HandshakeError, Medium, Proven, Talk, as_client, as_server
-from kvd.transport.offers import Offer, OfferBook
-from kvd.transport.sealing import OVERHEAD_BYTES, BrokenSealError, Opener, Sealer
+from kvd.transport.links.handshake import HandshakeError, Medium, Proven, Talk, as_client, as_server
+from kvd.transport.links.offers import Offer, OfferBook
+from kvd.transport.links.sealing import OVERHEAD_BYTES, BrokenSealError, Opener, Sealer
 
 SERVER = 4711
 ASKER = CallerPeer(b"asker")

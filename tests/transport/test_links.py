@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from kvd.transport import outgoing
-from kvd.transport.frames import (
+from kvd.transport.links import outgoing
+from kvd.transport.links.frames import (
     INLINE_BELOW_BYTES,
     MAX_HEADER_BYTES,
 )
-from kvd.transport.holding import MOST_HELD
+from kvd.transport.links.write_coalescing import MOST_HELD
 from tests.transport.link_harness import MIB, End, block_of, pair, pattern, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.transport import host
-from kvd.transport.loop_pause import LoopPause
+from kvd.transport.links.loop_pause import LoopPause
 from tests.transport.host_harness import run, two_nodes
 from tests.waiting import eventually
 

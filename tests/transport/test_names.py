@@ -14,7 +14,6 @@ import zmq
 from kvd.core.machine import SCHEDULER, ServerPeer
 from kvd.protocol.messages import PathKind
 from kvd.transport.finding import Outcome
-from kvd.transport.probe import try_handshake
 from kvd.transport.reaching import (
     UnknownNameError,
     connect_to_any,
@@ -23,6 +22,7 @@ from kvd.transport.reaching import (
     with_zone,
     zone_of,
 )
+from kvd.transport.zmq.probe import try_handshake
 from tests.transport.host_harness import run
 from tests.transport.names_harness import Names
 from tests.transport.tcp_harness import tcp_node

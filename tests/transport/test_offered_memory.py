@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.transport.frames import MESSAGE, REFERENCE, SEGMENT, prefix_of
-from kvd.transport.offered import MapBudget
-from kvd.transport.segments import SEALS
+from kvd.transport.links.frames import MESSAGE, REFERENCE, SEGMENT, prefix_of
+from kvd.transport.memory.offered import MapBudget
+from kvd.transport.memory.segments import SEALS
 from tests.transport.link_harness import MIB, End, Raw, punch, raw_pair, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -12,8 +12,8 @@ from kvd.core.machine import CallerPeer
 from kvd.core.principals import HOLDER, Principal
 from kvd.errors import ProtocolError
 from kvd.protocol.codec import decode
-from kvd.transport import offers
-from kvd.transport.offers import (
+from kvd.transport.links import offers
+from kvd.transport.links.offers import (
     MARK,
     OFFER_LIFE_S,
     InvalidOfferError,

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.transport.outgoing import MOST_GATHERED_BYTES, SMALL_PIECE_BYTES, Outgoing, PlainWriter, Writer, gathered
-from kvd.transport.sealed_stream import SealedWriter
-from kvd.transport.sealing import OVERHEAD_BYTES, RECORD_BYTES, SECRET_BYTES, Sealer
+from kvd.transport.links.outgoing import MOST_GATHERED_BYTES, SMALL_PIECE_BYTES, Outgoing, PlainWriter, Writer, gathered
+from kvd.transport.links.sealing import OVERHEAD_BYTES, RECORD_BYTES, SECRET_BYTES, Sealer
+from kvd.transport.links.streams import SealedWriter
 from tests.transport.link_harness import pattern, tcp_pair
 
 STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=40)

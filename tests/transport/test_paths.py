@@ -13,7 +13,7 @@ import pytest
 
 from kvd.core.machine import SCHEDULER, PeerKind, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport.link_listener import TcpLinks
+from kvd.transport.links.listener import TcpLinks
 from tests.transport.host_harness import ROOT, Node, Process, run, two_nodes, with_process
 from tests.transport.link_harness import MIB
 from tests.waiting import eventually

@@ -9,11 +9,10 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from kvd.testing.cluster import wait_until
-from kvd.transport import quotas as limits
-from kvd.transport.connections import ConnectionState, accepted_at, cut_off, look_at
-from kvd.transport.memory_watch import MemoryWatch
-from kvd.transport.process_memory import Heap, ProcessMemory
-from kvd.transport.quotas import Quotas
+from kvd.transport.limits import quotas as limits
+from kvd.transport.limits.connections import ConnectionState, accepted_at, cut_off, look_at
+from kvd.transport.limits.process_memory import Heap, MemoryWatch, ProcessMemory
+from kvd.transport.limits.quotas import Quotas
 
 MIB = 1 << 20
 LIMIT_BYTES = 100 * MIB

@@ -93,7 +93,7 @@ def test_the_loop_finishes_a_flood_where_a_waiting_thread_left_it() -> None:
 def test_waiting_ends_by_timeout_by_descriptor_and_by_closing() -> None:
     async def main() -> None:
         async with two_nodes() as (client, _, _):
-            await asyncio.sleep(0.05)  # the hello of the other side is read
+            await asyncio.sleep(0.05)  # time itself: the hello of the other side is read
             wake = os.eventfd(0)
             start = time.monotonic()
             assert not await asyncio.to_thread(client.transport.reader.wait, 0.05, wake)

@@ -10,13 +10,13 @@ import pytest
 
 from kvd.core.machine import LinkPeer, Span
 from kvd.core.principals import HOLDER
-from kvd.transport.frames import INLINE, PREFIX
-from kvd.transport.link import Link
-from kvd.transport.link_proof import Medium, Proven
-from kvd.transport.link_reader import LinkReader
-from kvd.transport.offered import MapBudget
-from kvd.transport.segments import Arena
-from kvd.transport.sink import Sink
+from kvd.transport.links.delivery import Sink
+from kvd.transport.links.frames import INLINE, PREFIX
+from kvd.transport.links.handshake import Medium, Proven
+from kvd.transport.links.link import Link
+from kvd.transport.links.reader import LinkReader
+from kvd.transport.memory.offered import MapBudget
+from kvd.transport.memory.segments import Arena
 
 HEADER, PAYLOAD = b"the header 7", b"sixteen bytes 16"
 HEAD = PREFIX.pack(INLINE, 0, 0, len(HEADER), len(PAYLOAD), 0, 0) + HEADER[:-1]

@@ -11,8 +11,8 @@ import pytest
 
 from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport import link_listener
-from kvd.transport.link_seeker import LinkSeeker
+from kvd.transport.links import listener
+from kvd.transport.links.connector import LinkConnector
 from tests.transport.host_harness import Node, run
 from tests.transport.tcp_harness import tcp_node, with_pair
 from tests.waiting import eventually
@@ -74,10 +74,10 @@ async def relayed(
         assert server.transport.link_address is not None
         relay = Relay(server.transport.link_address[1], change)
         await relay.start()
-        connect = LinkSeeker._connect
+        connect = LinkConnector._connect
         port = relay.port
         monkeypatch.setattr(
-            LinkSeeker,
+            LinkConnector,
             "_connect",
             lambda self, search, offer, family, where: connect(self, search, offer, family, ("127.0.0.1", port)),
         )
@@ -87,7 +87,6 @@ async def relayed(
     finally:
         client.close()
         server.close()
-        await asyncio.sleep(0.05)
         if relay is not None:
             await relay.close()
 
@@ -144,7 +143,7 @@ def test_a_changed_handshake_leads_to_zmq(monkeypatch: pytest.MonkeyPatch, at: i
 
 
 def test_strangers_at_the_port_are_cut_off_and_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_listener, "PROVE_WITHIN_S", 0.5)
+    monkeypatch.setattr(listener, "PROVE_WITHIN_S", 0.5)
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         address = server.transport.link_address

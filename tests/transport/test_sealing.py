@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ConfigError
-from kvd.transport import sealing
-from kvd.transport.sealing import (
+from kvd.transport.links import sealing
+from kvd.transport.links.sealing import (
     MOST_RECORDS,
     OVERHEAD_BYTES,
     RECORD_BYTES,

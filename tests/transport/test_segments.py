@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.transport.segments import LARGEST_SEGMENT_BYTES, SEALS, SMALLEST_SEGMENT_BYTES, Arena, address_of
+from kvd.transport.memory.segments import LARGEST_SEGMENT_BYTES, SEALS, SMALLEST_SEGMENT_BYTES, Arena, address_of
 from tests.transport.link_harness import punch
 
 MIB = 1 << 20
@@ -253,7 +253,7 @@ def test_refused_memory_is_a_reason_and_is_asked_for_again_later(number: int, mo
 def test_a_limit_on_file_sizes_is_a_reason() -> None:
     code = """if True:
         import resource
-        from kvd.transport.segments import Arena
+        from kvd.transport.memory.segments import Arena
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         arena = Arena(1 << 24)
         assert arena.allocate(100) is None

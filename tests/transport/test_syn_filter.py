@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvd.transport.connections import listening_at
-from kvd.transport.newcomers import ANYWHERE, THIS_HOST, Place, place_of
-from kvd.transport.syn_filter import MAX_REFUSED, SynFilter
+from kvd.transport.limits.connection_rate_limit import ANYWHERE, THIS_HOST, Place, place_of
+from kvd.transport.limits.connections import listening_at
+from kvd.transport.limits.syn_filter import MAX_REFUSED, SynFilter
 
 REFUSED_S = 0.3  # without an answer; the kernel tries again after a second
 DEADLINE_S = 20.0

@@ -12,12 +12,12 @@ import pytest
 from kvd.core.machine import PeerKind, ServerPeer
 from kvd.core.principals import KeyRole, Principal
 from kvd.protocol.messages import PathKind
-from kvd.transport import sealed_stream
-from kvd.transport.curve import Curve, new_keypair
-from kvd.transport.frames import INLINE_BELOW_BYTES, MAX_HEADER_BYTES
-from kvd.transport.holding import MOST_HELD
-from kvd.transport.link_listener import TcpLinks
-from kvd.transport.sealing import RECORD_BYTES
+from kvd.transport.links import streams
+from kvd.transport.links.frames import INLINE_BELOW_BYTES, MAX_HEADER_BYTES
+from kvd.transport.links.listener import TcpLinks
+from kvd.transport.links.sealing import RECORD_BYTES
+from kvd.transport.links.write_coalescing import MOST_HELD
+from kvd.transport.zmq.curve import Curve, new_keypair
 from tests.transport.host_harness import Node, run
 from tests.transport.link_harness import MIB, pattern
 from tests.transport.tcp_harness import KEYS, kind_of, tcp_node, tcp_pair, with_pair
@@ -122,8 +122,12 @@ def test_a_list_of_many_pieces_arrives(keys: Curve | None) -> None:
 
 
 def test_many_messages_in_both_directions_over_many_keys(monkeypatch: pytest.MonkeyPatch, keys: Curve | None) -> None:
-    monkeypatch.setattr("kvd.transport.sealing.Sealer.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0})
-    monkeypatch.setattr("kvd.transport.sealing.Opener.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0})
+    monkeypatch.setattr(
+        "kvd.transport.links.sealing.Sealer.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0}
+    )
+    monkeypatch.setattr(
+        "kvd.transport.links.sealing.Opener.__init__.__kwdefaults__", {"records_per_key": 7, "first": 0}
+    )
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         assert client.send(incarnation, b"hello")
@@ -145,7 +149,7 @@ def test_many_messages_in_both_directions_over_many_keys(monkeypatch: pytest.Mon
 
 
 def test_a_slow_reader_bounds_the_queue_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, keys: Curve | None) -> None:
-    monkeypatch.setattr("kvd.transport.outgoing.QUEUE_LIMIT_BYTES", 3 * MIB)
+    monkeypatch.setattr("kvd.transport.links.outgoing.QUEUE_LIMIT_BYTES", 3 * MIB)
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         sent = 0
@@ -209,7 +213,7 @@ def test_a_server_that_is_gone_is_noticed(keys: Curve | None) -> None:
 
 
 def test_a_link_ends_before_the_numbers_of_its_records_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.transport.sealing.MOST_RECORDS", 5)
+    monkeypatch.setattr("kvd.transport.links.sealing.MOST_RECORDS", 5)
 
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         for number in range(20):
@@ -312,7 +316,7 @@ def test_records_larger_than_their_frame_and_shared_memory_are_refused() -> None
     async def program(client: Node, server: Node, incarnation: ServerPeer) -> None:
         (link,) = client.transport.reader.links
         writer = link._out._writer
-        assert isinstance(writer, sealed_stream.SealedWriter)
+        assert isinstance(writer, streams.SealedWriter)
         writer.write(bytes(300_000), None)
         await eventually(lambda: server.garbage)
         assert "goes beyond its frame" in server.garbage[0]

@@ -16,8 +16,8 @@ import pytest
 
 from kvd.core.machine import ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport.curve import Curve
-from kvd.transport.link_listener import TcpLinks
+from kvd.transport.links.listener import TcpLinks
+from kvd.transport.zmq.curve import Curve
 from tests.transport.host_harness import ROOT, Node, cluster_keys, run
 from tests.transport.link_harness import MIB, pattern
 from tests.waiting import eventually
@@ -31,7 +31,7 @@ SERVER = """if True:
     import asyncio, sys
     from kvd.core.machine import Span
     from kvd.core.principals import HOLDER
-    from kvd.transport.curve import Curve, Keypair
+    from kvd.transport.zmq.curve import Curve, Keypair
     from kvd.transport.host import HostTransport
     async def main():
         pair = Keypair(sys.argv[2], sys.stdin.readline().strip())

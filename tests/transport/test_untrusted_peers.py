@@ -14,8 +14,9 @@ import pytest
 
 from kvd.core.machine import PeerKind, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport import host, link_listener
-from kvd.transport.link_sockets import unix_name
+from kvd.transport import host
+from kvd.transport.links import listener
+from kvd.transport.links.sockets import unix_name
 from tests.transport.host_harness import Node, run, two_nodes
 from tests.waiting import eventually
 
@@ -136,8 +137,8 @@ def greeted(connection: socket.socket) -> bool:
 
 
 def test_only_a_few_may_try_at_a_time_and_failures_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_listener, "MAX_HALF_OPEN", 3)
-    monkeypatch.setattr(link_listener, "PROVE_WITHIN_HOST_S", 1.0)
+    monkeypatch.setattr(listener, "MAX_HALF_OPEN", 3)
+    monkeypatch.setattr(listener, "PROVE_WITHIN_HOST_S", 1.0)
 
     async def main() -> None:
         async with two_nodes() as (client, server, incarnation):

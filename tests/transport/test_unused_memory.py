@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from kvd.transport.process_memory import Heap, ProcessMemory
-from kvd.transport.unused_memory import FEW_LOOKS, LOOK_S, MOST_LOOKS, UnusedMemory
+from kvd.transport.limits.process_memory import FEW_LOOKS, LOOK_S, MOST_LOOKS, Heap, ProcessMemory, UnusedMemory
 
 MIB = 1 << 20
 
@@ -144,8 +143,8 @@ def test_after_a_peer_was_cut_off_nobody_waits(process: Process) -> None:
 
 
 FREED = """
-from kvd.node.memory import keep_freed_memory, share_one_pool
-from kvd.transport.process_memory import ProcessMemory
+from kvd.node.daemon.process_limits import keep_freed_memory, share_one_pool
+from kvd.transport.limits.process_memory import ProcessMemory
 import threading
 {setup}
 memory = ProcessMemory()

@@ -8,9 +8,9 @@ import pytest
 
 from kvd.core.machine import PeerPath, ServerPeer
 from kvd.protocol.messages import PathKind
-from kvd.transport import waiting
 from kvd.transport.host import HostTransport
-from kvd.transport.waiting import Waiting
+from kvd.transport.links import connector
+from kvd.transport.links.connector import Waiting
 from tests.transport.host_harness import Node, run
 from tests.transport.link_harness import spans
 from tests.waiting import eventually
@@ -29,7 +29,7 @@ def test_messages_leave_in_their_order_and_none_waits_afterwards() -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "QUEUE_LIMIT_BYTES", 10_000)
+    monkeypatch.setattr(connector, "QUEUE_LIMIT_BYTES", 10_000)
     queue = Waiting()
     large = 0
     while queue.add(b"h", spans(bytes(1000))):
@@ -96,7 +96,7 @@ def test_messages_sent_at_once_arrive_in_order_and_say_how_they_travel(shared_me
 
 
 def test_a_server_that_answers_nothing_is_reached_over_zmq_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.transport.link_seeker.ANSWER_WITHIN_S", 0.3)
+    monkeypatch.setattr("kvd.transport.links.connector.ANSWER_WITHIN_S", 0.3)
 
     async def main() -> None:
         client = Node()

@@ -17,8 +17,8 @@ from kvd.core.machine import SCHEDULER, CallerPeer, Peer, Span
 from kvd.core.principals import Principal
 from kvd.errors import ConnectError
 from kvd.protocol.specs import MAX_PAYLOAD_BYTES
-from kvd.transport.socket_options import FRAME_OVERHEAD_BYTES, MAX_FRAME_BYTES
-from kvd.transport.zmq import COPY_BELOW_BYTES, ZmqTransport
+from kvd.transport.zmq.socket_options import FRAME_OVERHEAD_BYTES, MAX_FRAME_BYTES
+from kvd.transport.zmq.transport import COPY_BELOW_BYTES, ZmqTransport
 from tests.waiting import eventually
 
 

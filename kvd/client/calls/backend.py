@@ -141,7 +141,8 @@ class Values(Protocol):
     `kvd.client.calls.memory_budget`.
     """
 
-    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle: ...
+    def init(self, key: Any, value: Any, merge: MergeChoice = None, *, gradients: bool = False) -> Handle:
+        """`gradients`: the keys merge gradients of weights that the workers keep, of which these are the first ones."""
 
     def push(
         self, key: Any, value: Any, priority: int, samples: int, reservation: Reservation | None, cast: bool = False
@@ -255,8 +256,28 @@ class Rounds(Protocol):
     def version(self, key: Any) -> Handle: ...
 
 
+class SentHyperparameters(NamedTuple):
+    """What a program that shares the optimizer of the servers knows of its hyperparameters.
+
+    Attributes:
+        of: the optimizer that this process had set by then; None: none.
+        sent: the same with the hyperparameters that some worker sent last; None: nobody here knows.
+        sender: the rank of the worker that was to send them.
+    """
+
+    of: Optimizer | None
+    sent: Optimizer | None
+    sender: int
+
+
 class Updates(Protocol):
-    """How values are updated."""
+    """How values are updated.
+
+    Attributes:
+        last_sent: for programs in which several parts share the optimizer; None: they have sent nothing.
+    """
+
+    last_sent: SentHyperparameters | None
 
     @property
     def last_set(self) -> Optimizer | None:

@@ -34,13 +34,18 @@ def own_merges(keys: KeyList, merge: MergeChoice) -> dict[str, str]:
     return chosen
 
 
-def with_merge(keys: KeyList, names: Sequence[str], sources: list[Source], chosen: Mapping[str, str]) -> list[Source]:
+def with_merge(
+    keys: KeyList, names: Sequence[str], sources: list[Source], chosen: Mapping[str, str], *, gradients: bool
+) -> list[Source]:
     """The values of an init, of the keys with these names, with the merge that they are to have.
+
+    Args:
+        gradients: see `kvd.protocol.specs.KeySpec`.
 
     Raises:
         NotAllowed: a key cannot have its merge.
     """
-    if not chosen:
+    if not chosen and not gradients:
         return sources
     made = []
     for name, source in zip(names, sources, strict=True):
@@ -50,6 +55,5 @@ def with_merge(keys: KeyList, names: Sequence[str], sources: list[Source], chose
             text = merge_error(written, source.spec.dtype, own)
             if text is not None:
                 raise NotAllowed(text, key=written)
-            source = source._replace(spec=replace(source.spec, merge=own))
-        made.append(source)
+        made.append(source._replace(spec=replace(source.spec, merge=own or "", gradients=gradients)))
     return made

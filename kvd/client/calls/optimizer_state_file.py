@@ -19,8 +19,8 @@ import numpy as np
 from kvd.client.calls.row_states import arrays_of, is_of_rows, rows_from
 from kvd.errors import NotAllowed, ProtocolError
 from kvd.files import read_file
-from kvd.node.atomic_file import write_atomically
-from kvd.node.tensor_file import parse_tensors
+from kvd.node.storage.atomic_file import write_atomically
+from kvd.node.storage.tensor_file import parse_tensors
 from kvd.optimizer import Optimizer, from_wire, to_wire
 from kvd.protocol.messages import BIGGEST
 from kvd.tables.stored_rows import StoredRows

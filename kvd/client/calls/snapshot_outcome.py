@@ -19,6 +19,7 @@ class Outcome(NamedTuple):
         path: the file or folder of the error.
         is_missing: there is no snapshot, and none was needed.
         token: of a snapshot that was read, and is yet to be written: no other has the same.
+        has_program: the snapshot has the state of a program that updates the weights itself.
     """
 
     steps: int = 0
@@ -27,6 +28,7 @@ class Outcome(NamedTuple):
     path: str = ""
     is_missing: bool = False
     token: str = ""
+    has_program: bool = False
 
     @classmethod
     def of_error(cls, error: BaseException) -> Outcome:
@@ -36,7 +38,7 @@ class Outcome(NamedTuple):
         """A text that fits into a message."""
         error, path = self.error, self.path
         while True:
-            plain = [self.steps, self.lineage, _sendable(error), _sendable(path), self.is_missing, self.token]
+            plain = [*self._replace(error=_sendable(error), path=_sendable(path))]
             note = json.dumps(plain, ensure_ascii=False)
             if len(note) <= MAX_TEXT_CHARS:
                 return note
@@ -46,13 +48,21 @@ class Outcome(NamedTuple):
     def from_note(cls, note: str) -> Outcome | None:
         """What `to_note` said; None if nothing was said, or something else."""
         try:
-            steps, lineage, error, path, is_missing, token = json.loads(note)
+            fields = json.loads(note)
+            outcome = cls(*fields)
         except (ValueError, TypeError):
             return None
-        outcome = cls(steps, lineage, error, path, is_missing, token)
-        if [type(entry) for entry in outcome] != [int, str, str, str, bool, str]:
+        if len(fields) < len(cls._fields) or [type(entry) for entry in outcome] != [
+            int,
+            str,
+            str,
+            str,
+            bool,
+            str,
+            bool,
+        ]:
             return None
-        return outcome if 0 <= steps <= BIGGEST else None
+        return outcome if 0 <= outcome.steps <= BIGGEST else None
 
     def check(self, call: str) -> None:
         """Raises SnapshotError if something went wrong."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvd.client.calls.promise import Promise
 from kvd.errors import StoreClosed
 from kvd.snapshots.series import NextSnapshot
-from kvd.snapshots.writer import KeyContent
+from kvd.snapshots.writer import KeyContent, ProgramContent
 
 STOP_S = 5.0  # for the part that is being written when the store is given up
 
@@ -23,6 +23,7 @@ class SnapshotWriting:
 
     Args:
         contents: of the keys of each group.
+        program: the state of the program; None: there is none.
         published: called when the snapshot has its name.
     """
 
@@ -30,11 +31,13 @@ class SnapshotWriting:
         self,
         snapshot: NextSnapshot,
         contents: Iterable[Sequence[KeyContent]],
+        program: ProgramContent | None = None,
         published: Callable[[], None] | None = None,
     ) -> None:
         self.promise = Promise()
         self._snapshot = snapshot
         self._contents = deque(contents)
+        self._program = program
         self._published = published
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-snapshot")
@@ -51,6 +54,7 @@ class SnapshotWriting:
         except BaseException as error:  # noqa: BLE001  the promise raises it
             self._snapshot.abort()
             self._contents.clear()
+            self._program = None
             self.promise.set_exception(error)
         else:
             if self._published is not None:
@@ -62,4 +66,7 @@ class SnapshotWriting:
             self._snapshot.add_group(self._contents.popleft())
             if self._given_up.is_set():
                 raise StoreClosed("the store was closed before the snapshot was written: nothing of it is there")
+        program, self._program = self._program, None
+        if program is not None:
+            self._snapshot.add_program(program)
         self._snapshot.finish()

@@ -112,7 +112,8 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
     compression = GradientCompression(
         facts.rank, facts.restarted, lambda name: int(engine.submit(requests.ClockOf(name)).result())
     )
-    snapshots = ClusterSnapshots(engine, steps, facts, unobserved, restored)
+    healing = Healing(steps, ClusterStates(engine))
+    snapshots = ClusterSnapshots(engine, steps, facts, unobserved, restored, healing)
     values = ClusterValues(
         engine,
         arguments,
@@ -142,5 +143,5 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         snapshots=snapshots,
         nodes=ClusterNodes(engine),
         closing=ClusterClosing(engine, unobserved, snapshots, steps),
-        healing=Healing(steps, ClusterStates(engine)),
+        healing=healing,
     )

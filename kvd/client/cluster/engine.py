@@ -2,7 +2,7 @@
 
 `submit` steps the machine on the program's thread, and `wait` may read the answer there. The engine thread runs the
 loop for everything else: it keeps heartbeats, timers and transfers going, even if the program blocks its own event
-loop. `kvd.node.threads` says what runs on which thread.
+loop. `kvd.node.shell.threads` says what runs on which thread.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvd.core.requests import Depart, Request, TakeBack
 from kvd.core.session import Identity, RunKey, SchedulerSession
 from kvd.core.worker.machine import WorkerMachine, WorkerSettings
 from kvd.errors import KvdError, StoreClosed
-from kvd.node.driver import Driver
-from kvd.node.identity import host_id, host_name, new_incarnation, token_of
-from kvd.node.keyring import Keyring
-from kvd.node.memory import keep_freed_memory
-from kvd.node.scheduler_search import HandshakeWatch
-from kvd.node.threads import LinkWaiter
+from kvd.node.daemon.identity import host_id, host_name, new_incarnation, token_of
+from kvd.node.daemon.process_limits import keep_freed_memory
+from kvd.node.daemon.scheduler_search import HandshakeWatch
+from kvd.node.keys.keyring import Keyring
+from kvd.node.shell.driver import Driver
+from kvd.node.shell.threads import LinkWaiter
 from kvd.protocol.messages import NO_RANK, Departure, Settings
-from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
-from kvd.transport.link_listener import TcpLinks
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.listener import TcpLinks
 
 STOP_TIMEOUT_S = 5.0
 UNHEARD_STOP_S = 1.0  # nobody waits for an engine that has nothing to say
@@ -124,7 +124,7 @@ class Engine:
         self.handshakes = HandshakeWatch(
             config.scheduler,
             curve,
-            lambda: self.session.heard,
+            self.session,
             lambda error: self._driver.feed(HandshakeFailed(SCHEDULER, error)),
             lambda: self.on_finding(),
         )

@@ -244,16 +244,23 @@ class ClusterStates:
 
     # ── of others ──
 
-    def take(self, made: int) -> bool:
+    def take(self, made: int, *, restored: bool) -> bool:
         assert self._holder is not None
         writer = _Writer(self._holder)
-        script = take(made, self._home, writer.begin, writer.write, has_pushed=self._engine.machine.has_pushed_in_loops)
+        script = take(
+            made,
+            self._home,
+            writer.begin,
+            writer.write,
+            has_pushed=self._engine.machine.has_pushed_in_loops,
+            restored=restored,
+        )
         gone: StateGone | None = carry_out(self._engine, script)
         if gone is not None and gone.why is Gone.PASSED:
             return False
         if gone is None:
             writer.end()
-        elif gone.why is Gone.FIRST and not writer.has_written:
+        elif gone.why is Gone.FIRST and not restored and not writer.has_written:
             self._give_first(gone.others)
         else:
             raise _lost(made, gone.why)

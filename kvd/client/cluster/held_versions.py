@@ -1,8 +1,8 @@
 """Values as read-only arrays over the memory where they arrived: within a host, that of their server.
 
-A payload in a server's memory stays as it is while an array refers to it (`kvd.transport.leases`). So an array needs
-nothing besides: when it and all views of it are gone, the server may use the memory again. What a program may keep in
-this way has a limit, which servers count when keys are made (`kvd.core.server.memory_use`).
+A payload in a server's memory stays as it is while an array refers to it (`kvd.transport.memory.leases`). So an array
+needs nothing besides: when it and all views of it are gone, the server may use the memory again. What a program may
+keep in this way has a limit, which servers count when keys are made (`kvd.core.server.memory_use`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.values import Array, fresh_target, read_only
 from kvd.compute.tensors import named_dtype
 from kvd.core.machine import Span
-from kvd.node.decoding import CodedSlice
-from kvd.node.reassembly import ReassemblyBuffer
+from kvd.node.shell.payloads import CodedSlice, ReassemblyBuffer
 from kvd.protocol.specs import MOST_HELD_VERSIONS, KeySpec
-from kvd.transport.remote_segments import PayloadReference, reference_to
+from kvd.transport.memory.remote_segments import PayloadReference, reference_to
 
 logger = logging.getLogger("kvd")
 

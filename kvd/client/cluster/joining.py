@@ -17,7 +17,7 @@ from kvd.config import Config, parse_address, program_command, rank_contradictio
 from kvd.core.membership import ViewState, in_words, name_of
 from kvd.core.requests import JoinCluster
 from kvd.errors import ConfigError, ConnectError, RequestTimeout
-from kvd.node.scheduler_search import FIRST_NOTICE_S, KeyWait, Notices, no_answer, remedy
+from kvd.node.daemon.scheduler_search import FIRST_NOTICE_S, KeyWait, Notices, no_answer, remedy
 from kvd.protocol.messages import Member, Settings
 from kvd.transport.finding import Finding, Outcome
 

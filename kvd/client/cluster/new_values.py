@@ -10,7 +10,7 @@ from kvd.client.calls.checks import forked_error
 from kvd.client.calls.keys import KeyList
 from kvd.client.calls.values import Array, fresh_target, in_places
 from kvd.client.cluster.held_versions import HeldVersions
-from kvd.node.reassembly import ReassemblyBuffer
+from kvd.node.shell.payloads import ReassemblyBuffer
 from kvd.protocol.specs import KeySpec
 
 

@@ -30,12 +30,12 @@ from kvd.core.membership import EMPTY_SETTINGS
 from kvd.core.placement import shard_of
 from kvd.core.requests import Item
 from kvd.errors import ConnectError, KeyNotFound, KvdError, NotAllowed, RequestTimeout
-from kvd.node.facts import wall_clock_s
-from kvd.node.keyring import Keyring
+from kvd.node.daemon.facts import wall_clock_s
+from kvd.node.keys.keyring import Keyring
 from kvd.protocol.messages import NO_RUN, Command, EndRun, KeyEntry, MemberState, Shutdown, StatusQuery
-from kvd.protocol.specs import ANY_ROW, DTYPES, KeySpec
+from kvd.protocol.specs import ANY_ROW, DTYPES, KeySpec, gradients_text
 from kvd.transport.finding import Finding
-from kvd.transport.probe import try_handshake
+from kvd.transport.zmq.probe import try_handshake
 
 SAME_VERSION_TRIES = 4
 VIEW_PAUSE_S = 0.005
@@ -115,6 +115,11 @@ class Observer:
 
     def close(self) -> None:
         self._engine.stop()
+
+    @property
+    def run(self) -> str:
+        """The run that it looks at, as `jobs` names it; "0" if there was none when it came."""
+        return f"{self._engine.session.run:x}"
 
     def status(self, servers_within_s: float | None = None) -> dict[str, Any]:
         """The scheduler's status of the cluster; under "servers", the status of each server that is alive.
@@ -230,6 +235,9 @@ class Observer:
         for name, spec in zip(names, specs, strict=True):
             if spec.table is not None:
                 raise table_error(named.written.get(name, name))
+            if spec.gradients:
+                self._known.clear()  # the key may be made again, for weights
+                raise NotAllowed(gradients_text(name), key=name)
         if out is None:
             targets = [fresh_target(spec) for spec in specs]
         else:

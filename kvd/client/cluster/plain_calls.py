@@ -17,7 +17,7 @@ from kvd.client.calls.values import BYTE, spec_of
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.listed_calls import ArrayForms, ListedCall, are_plain
 from kvd.core.requests import Item
-from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
 
 MOST_KEYS = 1 << 16  # that are recognised one by one
 MOST_LISTS = 64  # and of the lists of keys, which are forgotten together

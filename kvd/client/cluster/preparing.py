@@ -48,10 +48,17 @@ class Preparation:
 
     Raises:
         SnapshotError: it is damaged, not finished, or none.
+        NotAllowed: it has the state of a program, which worker 0 reads itself.
     """
 
     def __init__(self, folder: Path) -> None:
         self._snapshot = StoredSnapshot.open(folder)
+        if self._snapshot.manifest.program is not None:
+            raise NotAllowed(
+                f"{folder} has weights and optimizer states that the workers keep themselves, and that servers cannot "
+                f"give them: start the program with the settings snapshot_dir and restore = auto, or have it call "
+                f"kv.restore"
+            )
         self._snapshot.verify()  # before a run begins
 
     @property

@@ -16,7 +16,7 @@ from kvd.client.calls.snapshot_outcome import Outcome
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
 from kvd.errors import KvdError, RequestTimeout, SnapshotError
-from kvd.node.facts import wall_clock_s
+from kvd.node.daemon.facts import wall_clock_s
 from kvd.protocol.messages import LAST_SNAPSHOT, MemberState
 
 NAME = "kvd:snapshot written"

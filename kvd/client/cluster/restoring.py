@@ -84,7 +84,7 @@ async def check_is_new(engine: Engine, snapshot: StoredSnapshot) -> None:
 
 def _spec_of(key: StoredKey, slice_bytes: int, parts: int) -> KeySpec:
     table = None if key.table is None else key.table.spec._replace(parts=parts)
-    return KeySpec(key.dtype, key.shape, slice_bytes, key.merge, table)
+    return KeySpec(key.dtype, key.shape, slice_bytes, key.merge, table, key.gradients)
 
 
 def _read(

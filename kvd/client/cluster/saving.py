@@ -25,7 +25,7 @@ from kvd.core.requests import Item
 from kvd.errors import KeyNotFound, NotAllowed, SnapshotError
 from kvd.optimizer import Optimizer, from_wire
 from kvd.protocol.messages import Captured, CapturedSlice, FetchCaptured, SliceId, Values
-from kvd.protocol.specs import DTYPES, KeySpec, padded
+from kvd.protocol.specs import DTYPES, KeySpec, gradients_text, padded
 from kvd.snapshots.folder import is_taken
 from kvd.snapshots.layout import KeyMark, Layout
 from kvd.snapshots.manifest import Origin
@@ -81,7 +81,7 @@ class SnapshotSaver:
 
         Raises:
             SnapshotError: it cannot be written, or the name is taken.
-            NotAllowed: the job has no keys; another key than an operator's.
+            NotAllowed: the job has no keys; the workers keep the weights of one; another key than an operator's.
             RequestTimeout, NodeLost: a server does not answer in time, or is gone.
         """
         await asyncio.to_thread(_check_is_free, folder)
@@ -114,7 +114,11 @@ class SnapshotSaver:
             )
             raise NotAllowed(f"{text} (kvd keys shows them), or name another job with --job (kvd jobs lists them)")
         asked = [self._engine.submit(requests.DescribeKey(name), deadline.left_s()) for name in names]
-        return {name: await promise for name, promise in zip(names, asked, strict=True)}
+        specs: dict[str, KeySpec] = {name: await promise for name, promise in zip(names, asked, strict=True)}
+        for name, spec in specs.items():
+            if spec.gradients:
+                raise NotAllowed(gradients_text(name), key=name)
+        return specs
 
     async def _write(self, folder: Path, specs: Mapping[str, KeySpec], whole: Whole) -> Saved:
         origin = self._origin(whole)

@@ -36,13 +36,13 @@ from kvd.core.outbox import SENT
 from kvd.core.requests import Item, Transfer
 from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.machine import WorkerMachine
-from kvd.node.driver import Driver
-from kvd.node.threads import LinkWaiter
+from kvd.node.shell.driver import Driver
+from kvd.node.shell.threads import LinkWaiter
 from kvd.protocol.fixed import VALUES_NBYTES, put_number, put_push_numbers, read_values, version_of
 from kvd.protocol.messages import NO_VIEW
-from kvd.transport.frames import INLINE_BELOW_BYTES
 from kvd.transport.host import HostTransport
-from kvd.transport.link import Link
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.link import Link
 
 _LISTS = (list, tuple)
 _PUSHPULL = Transfer((), push=True, pull=True)
@@ -394,7 +394,11 @@ class SmallCalls:
                         call.prepared.spare = call.frame
                     if machine.effects:
                         stepper.carry_out(machine.take_effects())
-                    if now - self._ended_at < OFTEN_S and not machine.open_calls and not machine.open_requests:
+                    if (
+                        now - self._ended_at < OFTEN_S
+                        and not machine.calls_by_number
+                        and not machine.requests_by_number
+                    ):
                         self._pause.may_stay = True
                     self._ended_at = now
                     return True

@@ -21,8 +21,7 @@ from kvd.protocol.fixed import (
     put_values_head,
 )
 from kvd.protocol.messages import NO_VIEW, Epoch
-from kvd.transport.expected import ExpectedFrame
-from kvd.transport.frames import PREFIX, inline_frame
+from kvd.transport.links.frames import PREFIX, ExpectedFrame, inline_frame
 
 MOST_PREPARED = 1024
 MOST_PREPARED_BYTES = 16 << 20

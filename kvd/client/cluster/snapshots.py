@@ -20,6 +20,7 @@ from kvd.client.calls import checks
 from kvd.client.calls.backend import StoreFacts
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.healing import Healing
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.promise import Promise
 from kvd.client.calls.restored_keys import RestoredKeys
@@ -40,8 +41,8 @@ from kvd.protocol.messages import MemberState
 from kvd.snapshots.manifest import Origin
 from kvd.snapshots.reader import StoredSnapshot
 from kvd.snapshots.series import NextSnapshot, SnapshotSeries
-from kvd.snapshots.shelf import newest_at
-from kvd.snapshots.writer import KeyContent, is_written
+from kvd.snapshots.shelf import newest_at, same_in
+from kvd.snapshots.writer import KeyContent, ProgramContent, is_written
 
 logger = logging.getLogger("kvd")
 
@@ -61,6 +62,7 @@ class _Read(NamedTuple):
     steps: int
     snapshot: NextSnapshot
     contents: Sequence[Sequence[KeyContent]]
+    program: ProgramContent | None
 
 
 class ClusterSnapshots:
@@ -69,6 +71,7 @@ class ClusterSnapshots:
     Args:
         facts: of the store.
         restored: gets the keys that this worker restores.
+        healing: has the state of a program that updates the weights itself.
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class ClusterSnapshots:
         facts: StoreFacts,
         unobserved: UnobservedErrors,
         restored: RestoredKeys,
+        healing: Healing,
     ) -> None:
         self._engine = engine
         self._steps = steps
         self._facts = facts
         self._unobserved = unobserved
         self._restored = restored
+        self._healing = healing
         self._schedule = SnapshotSchedule(engine.config, facts.job, lambda: self._lineage)
         steps.take_snapshots(self._schedule, self._scheduled)
         self._publication = Publication(engine, engine.config.snapshot_every, is_writer=facts.rank == 0)
@@ -92,6 +97,7 @@ class ClusterSnapshots:
         self._lost = LostValues(engine.machine.view)
         self._series = SnapshotSeries()
         self._restored_from = ""  # the lineage of that snapshot
+        self._found: StoredSnapshot | None = None  # what this worker has restored
 
     def snapshot(self, path: Any) -> Handle:
         folder = checks.file_path(path)
@@ -99,7 +105,8 @@ class ClusterSnapshots:
         boundary = self._steps.boundary()
         if boundary.is_past:
             return Handle.of(None)
-        work = self._snapshot(folder, boundary.steps, self._meeting("snapshot"))
+        program = self._state_of_program(boundary.steps)
+        work = self._snapshot(folder, boundary.steps, program, self._meeting("snapshot"))
         return Handle(self._engine.run(work), what="snapshot")
 
     def snapshot_async(self, path: Any) -> Handle:
@@ -108,7 +115,8 @@ class ClusterSnapshots:
         boundary = self._steps.boundary()
         if boundary.is_past:
             return Handle.of(Handle.of(None))
-        work = self._begin(folder, boundary.steps, self._meeting("snapshot"))
+        program = self._state_of_program(boundary.steps)
+        work = self._begin(folder, boundary.steps, program, self._meeting("snapshot"))
         return Handle(self._engine.run(work), what="snapshot")
 
     def restore(self, path: Any, missing_ok: bool, or_older: bool) -> Handle:
@@ -139,24 +147,29 @@ class ClusterSnapshots:
         if self._writing is not None:
             self._writing.give_up()
 
+    def _state_of_program(self, steps: int) -> ProgramContent | None:
+        return self._healing.for_snapshot(steps, is_writer=self._facts.rank == 0)
+
     def _meeting(self, call: str) -> _Meeting:
         begin, end = (checks.barrier_name(self._steps.meeting(f"kvd:{call}{when}"), "") for when in ("", " end"))
         return _Meeting(begin, end, self._steps.place, Deadline(self._engine.config.round_timeout_s))
 
     # ── all workers ──
 
-    async def _snapshot(self, folder: Path, steps: int, meeting: _Meeting) -> None:
-        outcome = await self._taken(meeting, lambda: self._write(folder, steps))
+    async def _snapshot(self, folder: Path, steps: int, program: ProgramContent | None, meeting: _Meeting) -> None:
+        outcome = await self._taken(meeting, lambda: self._write(folder, steps, program))
         if outcome is not None:
             outcome.check("the snapshot")
 
-    async def _begin(self, folder: Path, steps: int, meeting: _Meeting, *, scheduled: bool = False) -> Handle:
+    async def _begin(
+        self, folder: Path, steps: int, program: ProgramContent | None, meeting: _Meeting, *, scheduled: bool = False
+    ) -> Handle:
         """Returns when the state was read; the handle says when it is written."""
 
         async def read() -> Outcome:
             if scheduled:
                 await asyncio.to_thread(self._schedule.make_room, folder)
-            return await self._read_state(folder, steps)
+            return await self._read_state(folder, steps, program)
 
         outcome = await self._taken(meeting, read)
         if outcome is None:
@@ -169,7 +182,7 @@ class ClusterSnapshots:
         if outcome.token in self._read_by_token:
             handle = self._write_behind(outcome.token, scheduled=scheduled)
             return handle if scheduled else self._unobserved.watch((), handle)
-        return await self._begin_again(folder, steps, outcome.token)
+        return await self._begin_again(folder, steps, program, outcome.token)
 
     async def _taken(self, meeting: _Meeting, work: Callable[[], Awaitable[Outcome]]) -> Outcome | None:
         """What became of worker 0's work between two steps."""
@@ -187,10 +200,11 @@ class ClusterSnapshots:
     def _scheduled(self, steps: int) -> Handle:
         """The snapshot after a step, by the schedule. Done when it is read; what is wrong with the disk is logged."""
         path, meeting = self._schedule.path(steps), self._meeting("snapshot scheduled")
+        program = self._state_of_program(steps)
 
         async def work() -> None:
             try:
-                self._schedule.watch(steps, await self._begin(path, steps, meeting, scheduled=True))
+                self._schedule.watch(steps, await self._begin(path, steps, program, meeting, scheduled=True))
             except SnapshotError as error:
                 self._schedule.failed(steps, error)
 
@@ -211,8 +225,18 @@ class ClusterSnapshots:
         if outcome.is_missing:
             return None
         self._restored_from = outcome.lineage
+        if outcome.has_program:
+            await self._find_program(Path(path), outcome)
         self._steps.restored(outcome.steps, begins_past=at_begin)
         return outcome.steps
+
+    async def _find_program(self, path: Path, outcome: Outcome) -> None:
+        """Worker 0 loads the state of the program when its loop begins, and the others get it from there. A restarted
+        worker 0 finds the snapshot of its predecessor again, unless later ones have replaced it."""
+        snapshot = self._found
+        if self._facts.rank == 0 and snapshot is None:
+            snapshot = await asyncio.to_thread(same_in, path, outcome.lineage, outcome.steps)
+        self._healing.restored(snapshot, has_program=True)
 
     async def _together(
         self,
@@ -250,9 +274,9 @@ class ClusterSnapshots:
 
     # ── worker 0 ──
 
-    async def _write(self, folder: Path, steps: int) -> Outcome:
+    async def _write(self, folder: Path, steps: int, program: ProgramContent | None) -> Outcome:
         """Reads the next group while one is written: no more than these two are in memory."""
-        state = await StateReader.begin(self._engine)
+        state = await self._reader(program)
         snapshot = await self._next(folder, steps, state)
         if snapshot is not None:
             async with _aborted_by_errors(snapshot):
@@ -260,13 +284,18 @@ class ClusterSnapshots:
                     async for contents in groups:
                         await asyncio.to_thread(snapshot.add_group, contents)
                 self._lost.check()
+                if program is not None:
+                    await asyncio.to_thread(snapshot.add_program, program)
                 await asyncio.to_thread(snapshot.finish)
             await self._publication.record(steps)
         return Outcome(steps, self._lineage)
 
-    async def _read_state(self, folder: Path, steps: int, token: str = "") -> Outcome:
+    async def _reader(self, program: ProgramContent | None) -> StateReader:
+        return await StateReader.begin(self._engine, {} if program is None else program.weights)
+
+    async def _read_state(self, folder: Path, steps: int, program: ProgramContent | None, token: str = "") -> Outcome:
         """Reads everything, and writes nothing yet."""
-        state = await StateReader.begin(self._engine)
+        state = await self._reader(program)
         snapshot = await self._next(folder, steps, state)
         if snapshot is None:
             return Outcome(steps, self._lineage)
@@ -274,16 +303,16 @@ class ClusterSnapshots:
             contents = [await state.read(names) for names in snapshot.groups]
             self._lost.check()
         token = token or secrets.token_hex(8)
-        self._read_by_token[token] = _Read(steps, snapshot, contents)
+        self._read_by_token[token] = _Read(steps, snapshot, contents, program)
         return Outcome(steps, self._lineage, token=token)
 
     def _write_behind(self, token: str, *, scheduled: bool = False) -> Handle:
         """Has the thread write what was read."""
-        steps, snapshot, contents = self._read_by_token.pop(token)
-        self._writing = SnapshotWriting(snapshot, contents, self._schedule.published if scheduled else None)
+        steps, snapshot, contents, program = self._read_by_token.pop(token)
+        self._writing = SnapshotWriting(snapshot, contents, program, self._schedule.published if scheduled else None)
         return Handle(self._publication.announce(self._writing.promise, token, steps), what="snapshot")
 
-    async def _begin_again(self, folder: Path, steps: int, token: str) -> Handle:
+    async def _begin_again(self, folder: Path, steps: int, program: ProgramContent | None, token: str) -> Handle:
         """The predecessor of this worker died with what it had read. In synchronous stores the values are still there:
         no round has closed without this worker. In others the handle says that they are gone; nothing else fails."""
         ended = Promise()
@@ -291,7 +320,7 @@ class ClusterSnapshots:
             if not self._facts.versioned:
                 text = f"worker 0 died before {folder} was written, and the values have changed since: take another one"
                 raise SnapshotError(text, path=str(folder))
-            await self._read_state(folder, steps, token)
+            await self._read_state(folder, steps, program, token)
             if token in self._read_by_token:
                 return self._write_behind(token)
             ended.set_result(None)  # it had been written
@@ -317,8 +346,9 @@ class ClusterSnapshots:
             return Outcome(is_missing=True)
         await check_is_new(self._engine, snapshot)
         self._restored.add(await restore_keys(self._engine, snapshot))
-        origin = snapshot.manifest.origin
-        return Outcome(origin.steps, origin.lineage)
+        origin, has_program = snapshot.manifest.origin, snapshot.manifest.program is not None
+        self._found = snapshot if has_program else None
+        return Outcome(origin.steps, origin.lineage, has_program=has_program)
 
     async def _begin_run(self) -> Outcome:
         schedule, outcome = self._schedule, Outcome(is_missing=True)

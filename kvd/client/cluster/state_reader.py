@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kvd.client.cluster.transfers import pull_into
 from kvd.core import requests
 from kvd.errors import NotAllowed
 from kvd.optimizer import Optimizer
-from kvd.protocol.specs import KeySpec
+from kvd.protocol.specs import KeySpec, no_weights_text
 from kvd.snapshots.layout import KeyMark
 from kvd.snapshots.writer import KeyContent, table_content
 
@@ -27,6 +27,7 @@ AT_ONCE = 32  # keys whose states are on their way at the same time
 CHANGED = "the values change while the snapshot is taken: all workers call snapshot between the same two steps"
 
 T = TypeVar("T")
+Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class StateReader:
@@ -44,19 +45,24 @@ class StateReader:
         specs: Mapping[str, KeySpec],
         clocks: Mapping[str, int],
         nbytes: Mapping[str, int],
+        weights: Mapping[str, Array],
     ) -> None:
         self.optimizer = optimizer
         self.specs = specs
         self.clocks = clocks
         self._engine = engine
         self._nbytes = nbytes
+        self._weights = weights
 
     @classmethod
-    async def begin(cls, engine: Engine) -> StateReader:
+    async def begin(cls, engine: Engine, weights: Mapping[str, Array]) -> StateReader:
         """Looks up which keys there are.
 
+        Args:
+            weights: by key, what is read in place of merged gradients.
+
         Raises:
-            NotAllowed: the slices of a key differ: others push.
+            NotAllowed: the slices of a key differ: others push; or there is a key of gradients without weights.
         """
         optimizer = await fetch_optimizer(engine)
         clocks: dict[str, int] = {}
@@ -67,7 +73,11 @@ class StateReader:
             if clocks.setdefault(entry.key, entry.version) != entry.version:
                 raise NotAllowed(CHANGED, key=entry.key)
         looked_up = await some_at_once([partial(engine.call, requests.DescribeKey(name)) for name in clocks])
-        return cls(engine, optimizer, dict(zip(clocks, looked_up, strict=True)), clocks, nbytes)
+        specs: dict[str, KeySpec] = dict(zip(clocks, looked_up, strict=True))
+        for name, spec in specs.items():
+            if spec.gradients and clocks[name] and name not in weights:
+                raise NotAllowed(no_weights_text(name), key=name)
+        return cls(engine, optimizer, specs, clocks, nbytes, weights)
 
     @property
     def marks(self) -> Mapping[str, KeyMark]:
@@ -81,8 +91,14 @@ class StateReader:
             NotAllowed: one of them has changed.
         """
         tables = [name for name in names if self.specs[name].table]
-        values = await self._read_values([name for name in names if not self.specs[name].table])
-        return [*values, *await some_at_once([partial(self._read_table, name) for name in tables])]
+        kept = [
+            KeyContent(name, self._weights[name], self.clocks[name], 0, {}, spec.merge, gradients=spec.gradients)
+            for name, spec in self.specs.items()
+            if name in names and name in self._weights
+        ]
+        pulled = [name for name in names if not (self.specs[name].table or name in self._weights)]
+        values = await self._read_values(pulled)
+        return [*kept, *values, *await some_at_once([partial(self._read_table, name) for name in tables])]
 
     async def _read_table(self, name: str) -> KeyContent:
         spec, clock = self.specs[name], self.clocks[name]
@@ -99,11 +115,13 @@ class StateReader:
             if not version.oldest == version.newest == self.clocks[name]:
                 raise NotAllowed(CHANGED, key=name)
         return [
-            KeyContent(name, target.finish(), self.clocks[name], updates, state, self.specs[name].merge)
-            for name, target, (updates, state) in zip(names, targets, states, strict=True)
+            KeyContent(name, target.finish(), self.clocks[name], updates, state, spec.merge, gradients=spec.gradients)
+            for name, target, (updates, state), spec in zip(
+                names, targets, states, map(self.specs.__getitem__, names), strict=True
+            )
         ]
 
-    async def _states(self, names: Sequence[str]) -> Sequence[tuple[int, dict[str, np.ndarray[Any, Any]]]]:
+    async def _states(self, names: Sequence[str]) -> Sequence[tuple[int, dict[str, Array]]]:
         if self.optimizer is None:
             return [(0, {}) for _ in names]
         return await some_at_once([partial(fetch_state, self._engine, name) for name in names])

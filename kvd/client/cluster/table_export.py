@@ -6,7 +6,7 @@ import numpy as np
 
 from kvd.client.cluster.engine import Engine
 from kvd.core import requests
-from kvd.node.table_file import Exported
+from kvd.node.storage.table_file import Exported
 from kvd.protocol.messages import ALL_ROWS, ListRows
 from kvd.tables.row_values import Ids
 

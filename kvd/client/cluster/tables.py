@@ -28,7 +28,7 @@ from kvd.client.cluster.table_export import listed
 from kvd.core import requests
 from kvd.core.requests import Item
 from kvd.errors import KeyNotFound, RemoteError
-from kvd.node.table_file import write_table
+from kvd.node.storage.table_file import write_table
 from kvd.protocol.specs import KeySpec
 from kvd.tables.by_part import rows_in_parts
 from kvd.tables.description import RowSparse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.client.calls import checks
-from kvd.client.calls.backend import Updater
+from kvd.client.calls.backend import SentHyperparameters, Updater
 from kvd.client.calls.deadline import Deadline
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.program_steps import ProgramSteps
@@ -29,6 +29,7 @@ class ClusterUpdates:
         self._engine = engine
         self._compression = compression
         self._steps = steps
+        self.last_sent: SentHyperparameters | None = None
         self._set: list[Optimizer | None] = []  # what this process has set last, if anything
 
     @property

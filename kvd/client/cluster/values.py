@@ -88,14 +88,14 @@ class ClusterValues:
         self._held = HeldVersions(engine.written)
         self._submit_push = bound.verified(engine.submit) if check_bound else engine.submit
 
-    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
+    def init(self, key: Any, value: Any, merge: MergeChoice = None, *, gradients: bool = False) -> Handle:
         keys = self._arguments.named(key)
         keys.check_distinct("init")
         names, values, tables = parted(keys, value, lambda _: False)
         merges = own_merges(keys, merge)
         is_sent = self._rank == 0
         sources = self._arguments.init_sources(KeyList(names, True, None, keys.written), values, copy=is_sent)
-        sources = with_merge(keys, names, sources, merges)
+        sources = with_merge(keys, names, sources, merges, gradients=gradients)
         check_descriptions(tables)
         sources += [self._arguments.new_table(description, merges.get(name, "")) for name, description in tables]
         begun = self._arguments.first_pages(tables) if is_sent else {}

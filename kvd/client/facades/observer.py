@@ -75,8 +75,8 @@ class Observer(ProcessBound):
             NodeLost: a server that leads a part of a key died; with two replicas, also its backup. Open a new observer
                 when the job was started again.
             RequestTimeout: a server does not answer.
-            NotAllowed: a key is in the list twice, or is a table, see `row_sparse_pull`; or `version` was given in
-                asynchronous training.
+            NotAllowed: a key is in the list twice, or is a table, see `row_sparse_pull`; it holds merged gradients
+                (`kvd.torch` with ``where="workers"``); or `version` was given in asynchronous training.
         """
         _check_may_block()
         return self._cluster.pull(keys, version, out)

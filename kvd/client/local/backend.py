@@ -23,7 +23,8 @@ def open_local(kind: StoreType, config: Config) -> Backend:
     updates = LocalUpdates(keys, steps, config.merge)
     tables = LocalTables(keys, updates)
     values = LocalValues(keys, updates, tables, steps)
-    snapshots = LocalSnapshots(keys, updates, steps, kind.name, config)
+    healing = Healing(steps, None)
+    snapshots = LocalSnapshots(keys, updates, steps, healing, kind.name, config)
     return Backend(
         facts=StoreFacts(
             type=kind.name,
@@ -48,5 +49,5 @@ def open_local(kind: StoreType, config: Config) -> Backend:
         snapshots=snapshots,
         nodes=NoNodes(keys),
         closing=LocalClosing(keys, snapshots, steps),
-        healing=Healing(steps, None),
+        healing=healing,
     )

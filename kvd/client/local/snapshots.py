@@ -10,17 +10,18 @@ from typing import Any
 
 from kvd.client.calls import checks
 from kvd.client.calls.handle import Handle
+from kvd.client.calls.healing import Healing
 from kvd.client.calls.held_signals import signals
 from kvd.client.calls.program_steps import ProgramSteps
 from kvd.client.calls.snapshot_schedule import SnapshotSchedule
 from kvd.client.calls.snapshot_writing import SnapshotWriting
-from kvd.client.calls.values import source_of
+from kvd.client.calls.values import Array, source_of
 from kvd.client.local.keys import Entry, LocalKeys, TableEntry, table_spec
 from kvd.client.local.updates import LocalUpdates, exported, loaded
 from kvd.compute.tensors import named_dtype
 from kvd.config import Config
 from kvd.errors import NotAllowed, SnapshotError
-from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec
+from kvd.protocol.specs import MAX_SLICE_BYTES, KeySpec, no_weights_text
 from kvd.snapshots.layout import KeyMark
 from kvd.snapshots.manifest import Origin, StoredKey
 from kvd.snapshots.reader import StoredSnapshot
@@ -36,15 +37,23 @@ class LocalSnapshots:
     """As those of a cluster with one worker.
 
     Args:
+        healing: has the state of a program that updates the weights itself.
         type_name: the type of the store.
     """
 
     def __init__(
-        self, keys: LocalKeys, updates: LocalUpdates, steps: ProgramSteps, type_name: str, config: Config
+        self,
+        keys: LocalKeys,
+        updates: LocalUpdates,
+        steps: ProgramSteps,
+        healing: Healing,
+        type_name: str,
+        config: Config,
     ) -> None:
         self._keys = keys
         self._updates = updates
         self._steps = steps
+        self._healing = healing
         self._type_name = type_name
         self._lineage = secrets.token_hex(8)
         self._schedule = SnapshotSchedule(config, "", lambda: self._lineage)
@@ -81,24 +90,33 @@ class LocalSnapshots:
     def _begin(self, folder: Path, steps: int, published: Callable[[], None] | None = None) -> Handle:
         """Copies the state; the handle says when it is written."""
         self.wait()
+        program = self._healing.for_snapshot(steps, is_writer=True)
+        weights = {} if program is None else program.weights
+        for name, entry in self._keys.entries.items():
+            if entry.spec.gradients and entry.version and name not in weights:
+                raise NotAllowed(no_weights_text(name), key=name)
         origin = Origin("", self._type_name, self._lineage, steps, 1, self._updates.optimizer)
         clocks = {name: entry.version for name, entry in self._entries()}
         if is_written(folder, origin, clocks, self._restored_from):
             return Handle.of(None)
         marks = {name: KeyMark(_nbytes(entry), entry.version) for name, entry in self._entries()}
         taken = self._series.begin(folder, origin, marks)
-        contents = [[self._content(name) for name in group] for group in taken.groups]
-        self._writing = SnapshotWriting(taken, contents, published)
+        contents = [[self._content(name, weights.get(name)) for name in group] for group in taken.groups]
+        self._writing = SnapshotWriting(taken, contents, program, published)
         return Handle(self._writing.promise, what="snapshot")
 
     def _entries(self) -> Iterable[tuple[str, Entry | TableEntry]]:
         return [*self._keys.entries.items(), *self._keys.tables.items()]
 
-    def _content(self, name: str) -> KeyContent:
-        """A copy of what a key is now."""
+    def _content(self, name: str, weight: Array | None) -> KeyContent:
+        """A copy of what a key is now.
+
+        Args:
+            weight: what the program has in place of merged gradients; None: nothing.
+        """
         table = self._keys.tables.get(name)
         if table is None:
-            return _content(name, self._keys.entry(name))
+            return _content(name, self._keys.entry(name), weight)
         spec = table_spec(table.table.description, table.merge)
         return table_content(name, spec, all_of(table.table), table.version)
 
@@ -149,6 +167,8 @@ class LocalSnapshots:
                 self._keys.entries[name] = entry
             self._keys.restored.add([(name, spec)])
         self._restored_from = origin.lineage
+        has_program = snapshot.manifest.program is not None
+        self._healing.restored(snapshot if has_program else None, has_program=has_program)
         self._steps.restored(origin.steps, begins_past=begins_past)
         return origin.steps
 
@@ -156,7 +176,7 @@ class LocalSnapshots:
 def _entry(key: StoredKey, snapshot: StoredSnapshot) -> tuple[KeySpec, Entry]:
     source = source_of(snapshot.value(key).copy(), MAX_SLICE_BYTES, copy=False)
     state = loaded(key.updates, {name: array.copy() for name, array in snapshot.state(key).items()})
-    spec = replace(source.spec, merge=key.merge)
+    spec = replace(source.spec, merge=key.merge, gradients=key.gradients)
     return spec, Entry(spec, source.data.view(named_dtype(spec.dtype)), state)
 
 
@@ -173,8 +193,8 @@ def _nbytes(entry: Entry | TableEntry) -> int:
     return entry.table.nbytes if isinstance(entry, TableEntry) else entry.value.nbytes
 
 
-def _content(name: str, entry: Entry) -> KeyContent:
-    """A copy of what a key is now."""
+def _content(name: str, entry: Entry, weight: Array | None) -> KeyContent:
     updates, state = exported(entry)
     copies = {slot: array.copy() for slot, array in state.items()}
-    return KeyContent(name, entry.value_as_array().copy(), entry.version, updates, copies, entry.spec.merge)
+    value, spec = entry.value_as_array().copy() if weight is None else weight, entry.spec
+    return KeyContent(name, value, entry.version, updates, copies, spec.merge, gradients=spec.gradients)

@@ -14,7 +14,7 @@ from kvd.client.calls.tables import check_export, pulled_rows, rows_at_once, row
 from kvd.client.calls.values import Array
 from kvd.client.local.keys import LocalKeys, TableEntry, table_spec
 from kvd.client.local.updates import LocalUpdates
-from kvd.node.table_file import Exported, write_table
+from kvd.node.storage.table_file import Exported, write_table
 from kvd.tables.description import RowSparse
 from kvd.tables.row_values import Ids, Rows, rows_for
 from kvd.tables.stored_rows import StoredRows

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvd.client.calls import checks
-from kvd.client.calls.backend import Updater
+from kvd.client.calls.backend import SentHyperparameters, Updater
 from kvd.client.calls.handle import Handle
 from kvd.client.calls.held_signals import signals
 from kvd.client.calls.optimizer_state_file import OptimizerStateFile
@@ -41,6 +41,7 @@ class LocalUpdates:
         self._keys = keys
         self._steps = steps
         self.merge = merge
+        self.last_sent: SentHyperparameters | None = None
         self._optimizer: Optimizer | None = None
         self._updater: Updater | None = None
 

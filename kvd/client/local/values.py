@@ -62,7 +62,7 @@ class LocalValues:
         self._steps = steps
         self._tensors = TensorsOfKeys()
 
-    def init(self, key: Any, value: Any, merge: MergeChoice = None) -> Handle:
+    def init(self, key: Any, value: Any, merge: MergeChoice = None, *, gradients: bool = False) -> Handle:
         keys = self._keys.named(key)
         keys.check_distinct("init")
         names, values, tables = parted(keys, value, lambda _: False)
@@ -70,7 +70,7 @@ class LocalValues:
         whole = KeyList(names, True, None, keys.written)
         sources = _sources(whole, values, copy=True)
         self._tensors.note(whole, values)
-        sources = with_merge(keys, names, sources, merges)
+        sources = with_merge(keys, names, sources, merges, gradients=gradients)
         check_descriptions(tables)
         begun = {name: first_rows(description, self._keys.written.of(name)) for name, description in tables}
 

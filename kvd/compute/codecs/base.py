@@ -1,4 +1,4 @@
-"""What a codec is, and which one a compressor has."""
+"""Interface of codecs, and the codec of each compressor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """Encodes and decodes slices of a value. It holds no state: threads share it.
+    """Codec of slices of a value. It is stateless and shared by threads.
 
     Attributes:
         tile: so many elements, and whole multiples of them, are encoded apart from those behind them, whose bytes
@@ -47,7 +47,7 @@ class Codec(Protocol):
     tile: int
 
     def max_nbytes(self, size: int) -> int:
-        """The most bytes that ``size`` elements take."""
+        """Return the most bytes that ``size`` elements take."""
 
     def encode(self, values: Floats, out: Bytes, nonce: int) -> int:
         """Encode ``values``, which are not changed, into ``out``, which has room for ``max_nbytes`` of them.
@@ -67,23 +67,25 @@ class Codec(Protocol):
 
 
 class KeepingCodec(Codec, Protocol):
-    """Encodes for error feedback in one go."""
+    """Codec that encodes and updates the residual in one pass."""
 
     def encode_keeping(self, kept: Floats, out: Bytes, nonce: int, sent: Floats | None) -> int | None:
-        """The same as ``encode``. ``kept`` becomes what was left over, 0 where that is no finite number, and ``sent``
-        what the bytes decode into. None: not this time, and nothing was done."""
+        """Encode and update the residual in one pass; return None if that is impossible now.
+
+        ``kept`` becomes the residual, 0 where it is not finite, and ``sent`` the decoded values.
+        """
 
 
 @runtime_checkable
 class RememberingCodec(Codec, Protocol):
-    """Encodes one slice, and keeps something from push to push."""
+    """Codec of one slice with a memory from push to push."""
 
     @property
     def memory_size(self) -> int:
-        """How many float32 are kept."""
+        """Number of float32 in the memory."""
 
     def remembering(self, memory: Floats) -> Codec:
-        """The same codec with what it keeps: zeros at first. ``encode`` reads and changes it."""
+        """Return the codec with its memory, zeros at first. ``encode`` reads and changes it."""
 
 
 @runtime_checkable
@@ -92,7 +94,7 @@ class ShapedCodec(Codec, Protocol):
     slices have encoded."""
 
     def of_slice(self, shape: Sequence[int], start: int, size: int) -> RememberingCodec | None:
-        """What encodes ``size`` elements from ``start`` on of a value of this shape; None: such are sent plain."""
+        """Return the codec for ``size`` elements from ``start`` on of such a value; None if they are sent plain."""
 
 
 def _dithering(compressor: Dithering) -> Codec:
@@ -121,14 +123,14 @@ _CODECS: dict[type[Compressor], Callable[[Any], Codec]] = {
 
 
 def keeping(codec: Codec) -> KeepingCodec | None:
-    """The codec, if it is a KeepingCodec: to ask for each slice whether it follows a protocol takes long."""
+    """Return the codec, if it is a KeepingCodec: to ask for each slice whether it follows a protocol takes long."""
     kept: Any = codec
     return kept if hasattr(codec, "encode_keeping") else None
 
 
 @lru_cache(64)
 def codec_of(compressor: Compressor) -> Codec:
-    """The codec of a compressor: a built-in one, or what its ``codec()`` returns."""
+    """Return the codec of a compressor: a built-in one, or what its ``codec()`` returns."""
     make = _CODECS.get(type(compressor))
     if make is not None:
         return make(compressor)

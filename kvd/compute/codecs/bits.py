@@ -47,8 +47,7 @@ class TwoBitCodec:
 
 
 class ScaledTwoBitCodec:
-    """The same with a threshold that follows from the magnitudes of the slice. What 11 stands for comes first, as
-    float32."""
+    """Two-bit codec with a threshold from the magnitudes of the slice. The value of 11 comes first, as float32."""
 
     tile = 0
 
@@ -76,14 +75,14 @@ class ScaledTwoBitCodec:
 
 
 def _write_scale(values: NDArray[np.float32], out: NDArray[np.uint8]) -> tuple[np.float32, np.float32]:
-    """From where on elements are sent, and as what, which is written."""
+    """Write the scale. Return the threshold from which elements are sent, and the scale."""
     threshold = np.maximum(np.float32(0.7) * mean(values), _SMALLEST)  # so 0 stays 0
     sent = out[:4].view("<f4")[0] = mean_from(values, threshold)
     return threshold, sent
 
 
 def _write_pairs(values: NDArray[np.float32], threshold: np.float32, out: NDArray[np.uint8]) -> int:
-    """Two bits for each element, and how many bytes they take."""
+    """Write two bits per element, and return the number of bytes."""
     for start in range(0, values.size, TILE):
         tile = values[start : start + TILE]
         lower, upper = tile >= threshold, tile <= -threshold
@@ -97,13 +96,13 @@ def _write_pairs(values: NDArray[np.float32], threshold: np.float32, out: NDArra
 
 @cache
 def _spread() -> NDArray[np.uint16]:
-    """The eight bits of each byte, with a 0 ahead of each."""
+    """Return the eight bits of each byte, with a 0 ahead of each."""
     return bits_of_bytes().astype(np.uint16) @ (np.uint16(1) << np.arange(14, -2, -2, dtype=np.uint16))
 
 
 @cache
 def _signs_of_pairs() -> NDArray[np.float32]:
-    """What the four pairs of bits of each byte say: 1, −1 or 0."""
+    """Return the values of the four pairs of bits of each byte: 1, −1 or 0."""
     upper, lower = bits_of_bytes()[:, 0::2], bits_of_bytes()[:, 1::2]
     signs = np.where(lower == 1, np.float32(1), np.float32(-1))
     return np.where(upper == 1, signs, np.float32(0))
@@ -135,7 +134,7 @@ class OneBitCodec:
 
 
 def bits_of_bytes() -> NDArray[np.uint8]:
-    """The bits of each byte, from the uppermost on."""
+    """Return the bits of each byte, from the uppermost on."""
     return np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1)
 
 

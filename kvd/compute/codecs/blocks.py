@@ -33,11 +33,11 @@ class BlockCodec(ABC):
 
     @abstractmethod
     def _to_codes(self, quotients: Floats, codes: Bytes) -> None:
-        """Quotients from −top to top, or not finite, to bytes. May change the quotients."""
+        """Convert quotients from −top to top, or not finite, to bytes. May change the quotients."""
 
     @abstractmethod
     def _from_codes(self, codes: Bytes, out: Floats) -> None:
-        """And back."""
+        """Convert bytes back to quotients."""
 
     def max_nbytes(self, size: int) -> int:
         return 4 * -(-size // self._block) + size
@@ -67,7 +67,7 @@ class BlockCodec(ABC):
         return data[: 4 * blocks].view("<f4"), data[4 * blocks : 4 * blocks + size]
 
     def _tiles(self, size: int) -> list[tuple[int, int, int]]:
-        """Ranges of whole blocks with the size of these; the last block, if it is shorter, is one of its own."""
+        """Return ranges of whole blocks with their size; a shorter last block is a range of its own."""
         whole = size // self._block * self._block
         step = max(TILE // self._block, 1) * self._block
         tiles = [(start, min(start + step, whole), self._block) for start in range(0, whole, step)]
@@ -75,7 +75,7 @@ class BlockCodec(ABC):
 
 
 class Int8Codec(BlockCodec):
-    """Quotients rounded to whole numbers from −127 to 127; −128 is NaN, for all that is not finite."""
+    """Rounding of quotients to whole numbers from −127 to 127; −128 stands for values that are not finite."""
 
     top = 127.0
 
@@ -93,7 +93,7 @@ class Int8Codec(BlockCodec):
 
 
 class FP8Codec(BlockCodec):
-    """Quotients rounded to the nearest e4m3 number, which knows NaN but no infinity."""
+    """Rounding of quotients to the nearest e4m3 number, which has NaN but no infinity."""
 
     top = 448.0
 
@@ -112,7 +112,7 @@ class FP8Codec(BlockCodec):
 
 @cache
 def _e4m3_codes() -> Bytes:
-    """The e4m3 number nearest to each float32 whose lower half is 0."""
+    """Return the e4m3 number nearest to each float32 whose lower half is 0."""
     upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     with np.errstate(invalid="ignore"):
         codes: Bytes = upper.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)

@@ -78,7 +78,7 @@ class DitheringCodec:
         return largest(values[np.newaxis])[0] if values.size else np.float32(0)
 
     def _quotients(self, tile: Floats, scale: np.float32) -> Floats:
-        """The magnitudes in units of the first level; NaN becomes 0."""
+        """Return the magnitudes in units of the first level; NaN becomes 0."""
         quotients = np.abs(tile)
         quotients /= scale
         quotients *= self._unit
@@ -87,7 +87,7 @@ class DitheringCodec:
         return quotients
 
     def _linear(self, quotients: Floats, random: NDArray[np.uint32]) -> Codes:
-        """The whole part, and one more with the probability of the rest."""
+        """Return the whole part, and one more with the probability of the rest."""
         random >>= np.uint32(8)
         chance = random.view(np.int32).astype(np.float32)
         chance *= np.float32(2**-24)

@@ -17,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 def draws(seed: int, nonce: int, start: int, size: int) -> NDArray[np.uint32]:
-    """Whole numbers below 2³² for ``size`` places from ``start`` on."""
+    """Draw whole numbers below 2³² for ``size`` places from ``start`` on."""
     stream = (_mixed(seed & _MASK, seed >> 32 & _MASK) ^ _mixed(nonce & _MASK, 1)) & _MASK
     return _mix(_places(size) + np.uint32((start * _STEP + stream) & _MASK))
 
@@ -35,7 +35,7 @@ def _mixed(first: int, second: int) -> int:
 
 
 def _mix(numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Changes the numbers in place: every bit of one depends on all bits that it had."""
+    """Mix the bits of each number in place: every bit of the result depends on all bits."""
     numbers ^= numbers >> np.uint32(16)
     numbers *= _FIRST
     numbers ^= numbers >> np.uint32(15)

@@ -29,14 +29,14 @@ def encode(codec: Codec, values: NDArray[np.float32], out: NDArray[np.uint8], no
 def encode_fed_back(
     codec: Codec, values: NDArray[np.float32], residual: NDArray[np.float32], out: NDArray[np.uint8], nonce: int
 ) -> int:
-    """The same for ``values + residual``; ``residual`` becomes what was left over."""
+    """Encode ``values + residual``; ``residual`` becomes the new residual."""
     return quietly(_encode_fed_back, codec, values, residual, out, nonce)
 
 
 def _encode_fed_back(
     codec: Codec, values: NDArray[np.float32], residual: NDArray[np.float32], out: NDArray[np.uint8], nonce: int
 ) -> int:
-    """Tile by tile, if the codec allows it: then each stays in the cache for all of it."""
+    """Encode tile by tile if the codec allows it: each tile stays in the cache."""
     tile = codec.tile or max(values.size, 1)
     end = 0
     for start in range(0, values.size or 1, tile):

@@ -1,4 +1,4 @@
-"""How many elements are encoded at a time, and the length of their bytes, as a decoder checks it."""
+"""Tile size of encoders, and the check of a tile's length by decoders."""
 
 from __future__ import annotations
 

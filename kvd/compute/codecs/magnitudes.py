@@ -18,7 +18,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def largest(rows: Floats) -> Floats:
-    """The largest magnitude of each row; 0 if no element is finite."""
+    """Return the largest magnitude of each row; 0 if no element is finite."""
     tops: Floats = np.maximum(np.abs(rows.max(axis=1)), np.abs(rows.min(axis=1)))
     bad = ~np.isfinite(tops)
     if bad.any():
@@ -28,19 +28,19 @@ def largest(rows: Floats) -> Floats:
 
 
 def mean(values: Floats) -> np.float32:
-    """The mean magnitude; 0 if no element is finite."""
+    """Return the mean magnitude; 0 if no element is finite."""
     total, count = _sum_from(values, np.float32(0))
     return np.float32(total / count) if count else np.float32(0)
 
 
 def mean_from(values: Floats, least: np.float32) -> np.float32:
-    """The mean of the finite magnitudes that are ``least`` or more; 0 if there are none."""
+    """Return the mean of the finite magnitudes that are ``least`` or more; 0 if there are none."""
     total, count = _sum_from(values, least)
     return np.float32(total / count) if count else np.float32(0)
 
 
 def _sum_from(values: Floats, least: np.float32) -> tuple[float, int]:
-    """The sum of the finite magnitudes that are ``least`` or more, and their number.
+    """Return the sum of the finite magnitudes that are ``least`` or more, and their number.
 
     Lane by lane, in which NumPy and a compiled loop give the same bits: the elements of a tile that are LANES apart are
     added up in float32, these sums and all lanes in float64.
@@ -74,7 +74,7 @@ def _add_lanes(values: Floats, least: np.float32, sums: NDArray[np.float64]) -> 
 
 
 def norm(values: Floats) -> np.float32:
-    """The Euclidean norm, summed in float64; at most the largest float32."""
+    """Return the Euclidean norm, summed in float64; at most the largest float32."""
     squares = float(np.add.reduce(np.square(values, dtype=np.float64)))
     if not math.isfinite(squares):
         squares = float(np.add.reduce(np.square(values[np.isfinite(values)], dtype=np.float64)))

@@ -51,12 +51,12 @@ class Grid(NamedTuple):
         return _HEAD + 4 * self.rank * (self.rows + self.columns)
 
     def factors(self, data: Bytes) -> tuple[Floats, Floats]:
-        """P and Q as they lie in the bytes."""
+        """Return views of P and Q in the bytes."""
         numbers, end = data[_HEAD : self.nbytes].view("<f4"), self.rank * self.rows
         return numbers[:end].reshape(self.rank, self.rows), numbers[end:].reshape(self.rank, self.columns)
 
     def tiles(self) -> Iterator[slice]:
-        """Some rows at a time, so that they stay in the cache."""
+        """Yield tiles of rows that fit into the cache."""
         step = max(TILE // self.columns, 1)
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
@@ -76,7 +76,7 @@ class LowRankCodec:
         self._seed = seed
 
     def of_slice(self, shape: Sequence[int], start: int, size: int) -> MatrixSlice | None:
-        """What encodes ``size`` elements from ``start`` on of a value of this shape; None: it has no columns.
+        """Return the codec for ``size`` elements from ``start`` on of a value of this shape; None if it has no columns.
 
         The rows are those of the first dimension.
         """
@@ -113,7 +113,7 @@ class LowRankCodec:
 
 
 class MatrixSlice:
-    """Encodes one slice of a matrix: one step of the power method per push, from the Q of the last one on.
+    """Codec of one slice of a matrix: one step of the power method per push, starting from the last Q.
 
     Args:
         memory: shape (memory_size,): Q as it was left, and is left; 0: it is drawn. Without it, each push draws one.
@@ -128,11 +128,11 @@ class MatrixSlice:
 
     @property
     def memory_size(self) -> int:
-        """How many float32 are kept from push to push."""
+        """Number of float32 that are kept from push to push."""
         return self._grid.rank * self._grid.columns
 
     def remembering(self, memory: Floats) -> MatrixSlice:
-        """The same with a memory."""
+        """Return the codec with a memory."""
         return MatrixSlice(self._grid, self._seed, memory)
 
     def max_nbytes(self, size: int) -> int:
@@ -165,7 +165,7 @@ class MatrixSlice:
         _multiply(self._grid, data, out)
 
     def _matrix(self, values: Floats) -> tuple[Floats, int]:
-        """The slice as a matrix whose largest element is below 1, and the power of two by which it was divided."""
+        """Return the slice as a matrix with elements below 1, and the power of two that it was divided by."""
         grid = self._grid
         flat = np.zeros(grid.rows * grid.columns, np.float32)
         part = flat[grid.lead : grid.lead + values.size]
@@ -188,7 +188,7 @@ class MatrixSlice:
 
 
 def _orthonormal(rows: Doubles) -> Doubles:
-    """The rows made orthonormal, one after the other (Gram and Schmidt, twice); 0 where one depends on those before."""
+    """Orthonormalize the rows one after the other (Gram and Schmidt, twice); dependent rows become 0."""
     for index, row in enumerate(rows):
         length = _length(row)
         for before in [*rows[:index], *rows[:index]]:

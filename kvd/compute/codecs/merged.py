@@ -1,4 +1,4 @@
-"""What the servers encode: the merged gradient of a round, with error feedback of its own (as BytePS's servers have).
+"""Encoding by the servers: the merged gradient of a round, with its own error feedback (as in BytePS).
 
 ::
 

@@ -36,7 +36,7 @@ class PairsCodec(ABC):
 
     @abstractmethod
     def _chosen(self, values: Floats, k: int, nonce: int) -> Indices:
-        """At most k indices, growing."""
+        """Return at most k indices, ascending."""
 
     def max_nbytes(self, size: int) -> int:
         return _PAIR.itemsize * self._count(size)
@@ -108,7 +108,7 @@ class TopKCodec(PairsCodec):
 
 
 def _with_zeros(magnitudes: NDArray[np.uint32], count: int) -> Indices:
-    """The indices of all that are not 0, and of the first that are."""
+    """Return the indices of all that are not 0, and of the first that are."""
     chosen = magnitudes != 0
     chosen[np.flatnonzero(~chosen)[:count]] = True
     return np.flatnonzero(chosen)

@@ -337,6 +337,7 @@ class SchedulerMachine:
         return {
             "role": "scheduler",
             **own,
+            "deaths": dict(self._deaths.declared),
             **run_report(self._roster, self._liveness, self._rendezvous, self._partitions, now),
         }
 

@@ -1,8 +1,11 @@
-"""What a push is answered: the one place where that is decided.
+"""Admission of pushes: the one place where the answer to a push is decided.
 
 A message is taken as a whole or not at all. Its size is checked first, then each of its targets by the table below and
-by what the push is (`kvd.core.push_policy`), then whether one more request may wait. What is let in is staged, or was
-before, and is answered when it commits (`kvd.core.server.waiting`). docs/architecture.md shows the same table.
+by the kind of push (`kvd.core.push_policy`), then whether one more request may wait. A push that is admitted is staged,
+or was before, and is answered when it commits (`kvd.core.server.waiting`). docs/architecture.md shows the same table.
+
+A training loop pushes the same slices round after round. What an admission finds out that holds for the next push too
+is kept in `kvd.core.server.verdicts`.
 """
 
 from __future__ import annotations

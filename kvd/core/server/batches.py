@@ -21,20 +21,24 @@ class Batch:
 
 
 class BatchTable:
-    """Batches by sender and number."""
+    """Batches by sender and number.
+
+    Attributes:
+        of: by sender. To read only.
+    """
 
     def __init__(self) -> None:
         self._batches: dict[tuple[SliceId, ...], Batch] = {}
-        self._of: dict[int, OrderedDict[int, Batch]] = {}
+        self.of: dict[int, OrderedDict[int, Batch]] = {}
         self._slice_ids: dict[int, int] = {}  # how many there are in the batches of a sender
 
     def find(self, sender: int, number: int) -> Batch | None:
-        batches = self._of.get(sender)
+        batches = self.of.get(sender)
         return None if batches is None else batches.get(number)
 
     def declare(self, sender: int, number: int, slice_ids: tuple[SliceId, ...]) -> None:
         """Notes the batch. A number keeps its first meaning."""
-        batches = self._of.setdefault(sender, OrderedDict())
+        batches = self.of.setdefault(sender, OrderedDict())
         if number in batches:
             return
         batch = self._batches.get(slice_ids)
@@ -49,7 +53,7 @@ class BatchTable:
 
     def drop_sender(self, sender: int) -> None:
         self._slice_ids.pop(sender, None)
-        for batch in self._of.pop(sender, {}).values():
+        for batch in self.of.pop(sender, {}).values():
             self._release(batch)
 
     def _release(self, batch: Batch) -> Batch:

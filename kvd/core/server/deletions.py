@@ -53,6 +53,9 @@ class Deletions:
 
     Args:
         give_back: keys are gone: their memory is free.
+
+    Attributes:
+        going: keys that all ranks have deleted, while an update of their group is still running. To read only.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Deletions:
         self._give_back = give_back
         self._waiting: dict[PushRequest, _Waiting] = {}
         self._by_key: dict[str, dict[int, _Waiting]] = {}  # key → rank
-        self._going: set[str] = set()  # all ranks have deleted them; an update of their group is still running
+        self.going: set[str] = set()
         self._unheld = Counter[str]()  # they are gone here, and a backup has yet to hold that
         self._refused: dict[int, PushRequest] = {}  # the latest request of each rank that was refused
 
@@ -137,14 +140,14 @@ class Deletions:
     def waits_of(self, sender: int) -> Iterator[tuple[int, str, list[int]]]:
         """The sender's requests that wait for other ranks only: number, the first key that waits, and those ranks."""
         for waiting in self._waiting.values():
-            if waiting.push.sender == sender and waiting.keys.isdisjoint(self._going):
+            if waiting.push.sender == sender and waiting.keys.isdisjoint(self.going):
                 key = min(waiting.keys)
                 yield waiting.push.number, key, self._missing(key)
 
     @property
     def blockers(self) -> set[int]:
         """The ranks that others wait for."""
-        return {rank for key in self._by_key.keys() - self._going for rank in self._missing(key)}
+        return {rank for key in self._by_key.keys() - self.going for rank in self._missing(key)}
 
     # ── all ranks have deleted a key ──
 
@@ -152,14 +155,14 @@ class Deletions:
         """Takes the key away if all ranks have deleted it."""
         ranks, required = self._by_key.get(key, {}), self._participants.required
         if ranks and all(rank in ranks for rank in required):
-            self._going.add(key)
+            self.going.add(key)
             self.advance()
 
     def advance(self) -> None:
         """A job has ended: the keys that waited for it go."""
-        for key in sorted(self._going):
+        for key in sorted(self.going):
             if self._table.is_quiescent(key) and not self._elsewhere.leaves(self._table.of_key(key)):
-                self._going.discard(key)
+                self.going.discard(key)
                 records = self.take_away(key)
                 gone = [waiting for waiting in self._by_key.pop(key, {}).values() if self._is_over(waiting, key)]
                 self._unheld[key] += 1
@@ -247,7 +250,7 @@ class Deletions:
         }
         for waiting in [entry for entry in self._waiting.values() if not entry.keys.isdisjoint(mine)]:
             self._forget(waiting)
-        self._going -= mine
+        self.going -= mine
 
     def view_changed(self) -> None:
         """Other ranks take part, or are dead."""
@@ -260,7 +263,7 @@ class Deletions:
         if not self._participants.dead:
             return
         for waiting in list(self._waiting.values()):
-            for key in sorted(waiting.keys - self._going):
+            for key in sorted(waiting.keys - self.going):
                 lost = [rank for rank in self._missing(key) if rank in self._participants.dead]
                 if lost:
                     self._refuse(waiting, key, lost)
@@ -287,7 +290,7 @@ class Deletions:
             assert key in self._table.live, f"ranks delete {key!r}, which is not live"
             assert ranks, f"no rank deletes {key!r}"
             is_going = all(rank in ranks for rank in self._participants.required)
-            assert not is_going or key in self._going, f"all ranks have deleted {key!r}, and it is still here"
+            assert not is_going or key in self.going, f"all ranks have deleted {key!r}, and it is still here"
             for rank, waiting in ranks.items():
                 assert waiting.rank == rank, f"worker {rank} did not delete {key!r}"
                 assert key in waiting.keys, f"{waiting} does not wait for {key!r}"

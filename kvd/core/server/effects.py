@@ -9,28 +9,30 @@ from kvd.protocol.messages import ErrorCode, Message, NotYet, NotYetReason, Refu
 
 
 class ServerEffects:
-    """Collects effects in their order until the machine takes them."""
+    """Effects in their order, until the machine takes them.
+
+    Attributes:
+        emit: adds an effect.
+        extend: adds several.
+    """
 
     def __init__(self) -> None:
         self._effects: list[Effect] = []
+        self.emit = self._effects.append
+        self.extend = self._effects.extend
         self._jobs: dict[int, Callable[[JobDone], None]] = {}
         self._last_job = 0
 
-    def emit(self, effect: Effect) -> None:
-        self._effects.append(effect)
-
-    def extend(self, effects: list[Effect]) -> None:
-        self._effects.extend(effects)
-
     def take(self) -> list[Effect]:
         """The effects so far. The list is the caller's: it refers to memory that others wait for."""
-        effects, self._effects = self._effects, []
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects
 
     # ── messages ──
 
     def send(self, peer: Peer, message: Message, payload: tuple[Span, ...] = ()) -> None:
-        self._effects.append(Send(peer, message, payload))
+        self.emit(Send(peer, message, payload))
 
     def refuse(self, peer: Peer, request: int, error: ErrorCode, text: str, key: str = "") -> None:
         self.send(peer, Refused(request, error, text, key))

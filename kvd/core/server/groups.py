@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.machine import Buffer, EncodedValue, Extent, ForgetState, ResetState, ScatterList, Span
+from kvd.core.machine import Buffer, EncodedValue, Extent, ForgetState, Peer, ResetState, ScatterList, Span
 from kvd.core.server.pending import Pending
 from kvd.core.server.rounds import Record, SliceLog
 from kvd.optimizer import Optimizer, with_hyperparameters
@@ -27,6 +27,22 @@ class Waiting(NamedTuple):
     rank: int
     clock: int
     slice: Slice | None  # that it is about; None: all of the group
+
+
+class Verdict(NamedTuple):
+    """Admission of a sender's contributions to a group: see `kvd.core.server.verdicts`.
+
+    Attributes:
+        regime: the number of the regime in which it was found.
+        generation: that of the group's optimizer.
+        peer: the connection over which it counts.
+        rank: of the worker.
+    """
+
+    regime: int
+    generation: int
+    peer: Peer
+    rank: int
 
 
 class Change(NamedTuple):
@@ -84,22 +100,19 @@ class FusedGroup:
     nbytes: int = 0
     changes: list[Change] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)  # on the pushes of senders, by incarnation
     tasks: list[Callable[[], None]] = field(default_factory=list)  # start jobs on its state, between two updates
     working: bool = False  # such a job is under way
     is_resting: bool = False  # it is one that sends the slices to another server
     is_compared: bool = False  # it is one that reads them, to compare them with the backup's
     is_gone: bool = False  # its slices belong to other groups now
+    is_of_table: bool = False  # it is a part of a table, which is a group of its own
     generation: int = 0  # how many optimizers had been set when it got this one
 
     @property
     def partition(self) -> int:
         """The partition of all its slices."""
         return self.slices[0].partition
-
-    @property
-    def is_of_table(self) -> bool:
-        """Whether it is a part of a table, which is a group of its own."""
-        return self.slices[0].spec.table is not None
 
     @property
     def merge(self) -> str:
@@ -144,6 +157,7 @@ class FusedGroup:
             if len(slices) > 1:
                 slice_.encoded.clear()
         self.slices = tuple(slices)
+        self.is_of_table = slices[0].spec.table is not None
         self.layout = tuple([Extent(entry.key, entry.index, entry.offset, entry.nbytes) for entry in slices])
         self.nbytes = offset
 

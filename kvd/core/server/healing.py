@@ -9,7 +9,8 @@ of the first partition pairs them: it takes the parts of the state from one, and
 3. A worker that the rounds went on without, and that wants a state which nobody offers, is told to find out where they
    are: no worker may have that state any more.
 4. If every living worker lacks a state, nobody can have it: those who want one are told. Before the first round
-   counts, that of worker 0 does. A worker that has said nothing yet may have a state.
+   counts, that of worker 0 does: its first values, or those of the snapshot that the run began with. A worker that has
+   said nothing yet may have a state; but one that takes no part in the rounds yet does not have the first one.
 5. Of each worker the newest request counts: a late copy of an offer that was withdrawn pairs nobody.
 
 Nothing of this is recorded. Another leader begins with nothing: requests that wait follow their partition
@@ -63,6 +64,12 @@ class _Asked:
     request: int
     made: int
     has_pushed: bool = False  # see WantState
+    restored: bool = False  # see WantState
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the run has begun with this state, which is that of worker 0."""
+        return self.made == 0 or self.restored
 
     def is_of(self, event: Received, request: int) -> bool:
         return (self.sender, self.request) == (event.sender, request)
@@ -189,7 +196,9 @@ class Healing:
             return
         self._let_go(rank)
         self._lost.pop(rank, None)
-        self._wants[rank] = _Asked(event.sender, event.peer, message.request, message.made, message.has_pushed)
+        self._wants[rank] = _Asked(
+            event.sender, event.peer, message.request, message.made, message.has_pushed, message.restored
+        )
         self._look()
 
     def _rank_of(self, event: Received, request: int) -> int | None:
@@ -307,15 +316,16 @@ class Healing:
         """If no living worker can have a state, those who want one are told."""
         lacking = {rank for rank, sender in self._lost.items() if self._lives(rank, sender)} | wants.keys()
         others = [who for who in self._view.members.values() if who.role == "worker" and who.rank not in lacking]
-        if self._may_have_one(others):
+        if self._may_have_one([who for who in others if who.state is not MemberState.BACK]):
             return
+        may_be_late = self._may_have_one(others)
         is_over = bool(others) and all(who.state is MemberState.LEFT for who in others)
         for rank, want in wants.items():
-            if want.made == 0 and self._may_begin(wants):
+            if want.is_first and self._may_begin(wants):
                 if rank == 0 and self._counts_nothing(wants):
-                    waiting = sum(other.made == 0 for other in wants.values()) - 1
+                    waiting = sum(other.is_first for other in wants.values()) - 1
                     self._answer_want(rank, StateGone(want.request, Gone.FIRST, waiting))
-            else:
+            elif not may_be_late:
                 self._lost[rank] = want.sender
                 self._answer_want(rank, StateGone(want.request, Gone.OVER if is_over else Gone.LOST))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from kvd.core.machine import (
     SCHEDULER,
+    Buffer,
     Complete,
     Effect,
     Event,
@@ -21,6 +22,7 @@ from kvd.core.machine import (
     InvalidFrame,
     JobDone,
     LocalCall,
+    Peer,
     PeerKind,
     Received,
 )
@@ -34,7 +36,6 @@ from kvd.core.server.deletions import Deletions
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
-from kvd.core.server.express import ExpressRounds
 from kvd.core.server.giving_up import GivingUp
 from kvd.core.server.handover import Handovers
 from kvd.core.server.healing import Healing
@@ -42,7 +43,6 @@ from kvd.core.server.held import HeldPartition
 from kvd.core.server.key_creation import KeyCreation
 from kvd.core.server.key_requests import KeyRequests
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.lane import PushLane
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.leadership import Leadership
 from kvd.core.server.memory import ServerMemory
@@ -60,16 +60,16 @@ from kvd.core.server.replicas import Replicas
 from kvd.core.server.replication import Replication
 from kvd.core.server.resume import OF_RESUMPTION, Resumption
 from kvd.core.server.round_watch import RoundWatch
-from kvd.core.server.row_lane import RowLane
 from kvd.core.server.row_lists import RowLists
 from kvd.core.server.shared_steps import SharedSteps
 from kvd.core.server.slice_states import SliceStates
-from kvd.core.server.stillness import Stillness
 from kvd.core.server.syncing import Syncing
 from kvd.core.server.targets import TargetResolver
+from kvd.core.server.verdicts import Regime, Verdicts
 from kvd.core.server.wait_answers import WaitAnswers
 from kvd.core.server.waiting import Waiters
 from kvd.core.session import FIRST_REQUEST, SchedulerSession
+from kvd.protocol.fixed import PushNumbers
 from kvd.protocol.messages import (
     NO_RUN,
     SMALL_PUSH_BYTES,
@@ -81,6 +81,9 @@ from kvd.protocol.messages import (
     Drop,
     Epoch,
     ErrorCode,
+    HeartbeatAck,
+    Hold,
+    HoldRows,
     Init,
     Leave,
     ListKeys,
@@ -110,7 +113,10 @@ from kvd.protocol.messages import (
 
 # What these ask for, or change, is spread over all slices that a server leads.
 ABOUT_ALL_SLICES = frozenset({Attach, Drop, TakeStep, SetOptimizer, UpdateOptimizer}) | OF_RESUMPTION
-_USUAL = frozenset({PushBatch, PullBatch, Push, PullRows})  # the lanes say themselves what they forget when these come
+# These change nothing that the admission of a push depends on, apart from the groups and batches that they are about.
+_KEEP_REGIME = frozenset(
+    {PushBatch, PullBatch, Push, Pull, PullRows, DeclareBatch, HeartbeatAck, Hold, HoldRows, Done, StatusQuery}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +127,11 @@ class ServerSettings:
         memory_limit_bytes: an init that would take the server beyond it is refused.
         fail_on_worker_loss: whether calls that wait for a dead worker fail.
         small_push_bytes: pushes of up to this many bytes are not answered by Staged.
-        lanes: whether pushes that are made again and again go a short way, see `kvd.core.server.lane`.
     """
 
     memory_limit_bytes: int
     fail_on_worker_loss: bool
     small_push_bytes: int = SMALL_PUSH_BYTES
-    lanes: bool = True
 
 
 class _Timed(NamedTuple):
@@ -139,26 +143,20 @@ class _Timed(NamedTuple):
     replication: Replication
 
 
-class Fast(NamedTuple):
-    """What a training loop repeats goes this way: see `PushLane.hold` and `ExpressRounds.end`."""
-
-    lane: PushLane
-    express: ExpressRounds
-
-
 class _Followers(NamedTuple):
-    """Who is told of a new view, of the incarnation of a worker that was replaced, and of any message but `_USUAL`."""
+    """Who is told of a new view, and of the incarnation of a worker that was replaced."""
 
     of_views: tuple[Callable[[], None], ...]
     of_replaced: tuple[Callable[[int], None], ...]
-    of_unusual: Callable[[], None]
 
 
 class ServerMachine:
     """The state machine of one run in a server. Its memory is shared with the machines of the other runs.
 
     Attributes:
-        fast: what may be done in place of a step.
+        regime: the changes that verdicts on pushes may depend on.
+        records: for backups. If they have new ones after `push` or `end_job`, `take_records` comes next.
+        take_effects: returns the effects of `push` and `end_job`.
     """
 
     def __init__(self, settings: ServerSettings, session: SchedulerSession, memory: ServerMemory | None = None) -> None:
@@ -167,7 +165,8 @@ class ServerMachine:
         self._session = session
         self._memory = memory = memory or ServerMemory(settings.memory_limit_bytes)
         self._effects = effects = ServerEffects()
-        batches = BatchTable()
+        self.take_effects = effects.take
+        self.regime = Regime()
         out_of_step = OutOfStep(session, effects)
         self._memory_use = use = MemoryUse(
             session,
@@ -192,7 +191,9 @@ class ServerMachine:
             if out_of_step.add(partition, incarnation):
                 syncing.was_no_copy(partition, incarnation)
 
-        records = Records(session, effects, lambda: self.table.creation, no_copy, lambda *failed: syncing.fail(*failed))
+        self.records = records = Records(
+            session, effects, lambda: self.table.creation, no_copy, lambda *failed: syncing.fail(*failed)
+        )
         replicas = Replicas(
             session,
             self.table,
@@ -202,6 +203,8 @@ class ServerMachine:
             lambda partition: no_copy(partition, session.incarnation),
         )
         elsewhere = Elsewhere(session, effects, replicas.is_handing_over)
+        batches = BatchTable()
+        self._verdicts = verdicts = Verdicts(self.regime, self.table, batches, elsewhere.leaving)
         readings = Readings(session.view, self.table, effects, participants, elsewhere)
         pauses = Pauses(lambda group: self._pushes.advance(group))
         captures = Captures(session.view, self.table, effects, readings, pauses, use.copy_error)
@@ -211,6 +214,7 @@ class ServerMachine:
             effects,
             attachments,
             targets,
+            verdicts,
             waiters,
             participants,
             disputes,
@@ -221,24 +225,6 @@ class ServerMachine:
             LateWorkers(session, effects, participants),
             use,
             small_push_bytes=settings.small_push_bytes,
-        )
-        stillness = Stillness(participants, disputes, captures, pushes.late, elsewhere.leaving)
-        express = ExpressRounds(
-            effects, waiters, participants, pushes, stillness, small_push_bytes=settings.small_push_bytes
-        )
-        lane = PushLane(
-            effects,
-            attachments,
-            batches,
-            self.table,
-            waiters,
-            stillness,
-            readings,
-            pushes.push_batch,
-            pushes.advance,
-            express,
-            small_push_bytes=settings.small_push_bytes,
-            is_on=settings.lanes,
         )
         slice_jobs = SliceJobs(self.table, effects, elsewhere, pauses)
         held = OptimizerRecords(effects, records, pauses)
@@ -271,25 +257,8 @@ class ServerMachine:
         )
         keys = KeyRequests(session, self.table, effects, attachments, participants, records, elsewhere)
         self._watch = RoundWatch(session.view, self.table, participants, keys, records, pushes.staleness)
-        pulls = Pulls(effects, attachments, targets, waiters, participants, disputes, use.ids_error)
-
-        def forget_all() -> None:
-            lane.forget()
-            row_lane.forget()
-
-        row_lane = RowLane(
-            effects,
-            attachments,
-            self.table,
-            waiters,
-            stillness,
-            readings,
-            use,
-            pushes,
-            pulls,
-            forget_all,
-            small_push_bytes=settings.small_push_bytes,
-            is_on=settings.lanes,
+        self._pulls = pulls = Pulls(
+            effects, attachments, targets, verdicts, waiters, participants, disputes, use.ids_error
         )
         shared = SharedSteps(session.view, effects, attachments, participants, records, self._advance_all)
         handovers = Handovers(
@@ -328,7 +297,6 @@ class ServerMachine:
         )
         self._replicas = replicas
         self._timed = _Timed(readings, captures, pushes.late, replication)
-        self.fast = Fast(lane, express)
         self._validated = (
             session,
             self.table,
@@ -351,17 +319,16 @@ class ServerMachine:
                 healing.view_changed,
             ),
             of_replaced=(control.drop_sender, batches.drop_sender),
-            of_unusual=forget_all,
         )
         resumption = Resumption(
             session.view, self.table, effects, attachments, targets, records, elsewhere, agreement, pushes.advance
         )
         self._handlers: dict[type[Any], Callable[[Received, Any], None]] = {
-            PushBatch: lane.push_batch,
+            PushBatch: pushes.push_batch,
             PullBatch: pulls.pull_batch,
-            Push: row_lane.push,
+            Push: pushes.push,
             Pull: pulls.pull,
-            PullRows: row_lane.pull,
+            PullRows: pulls.pull_rows,
             ListRows: RowLists(effects, attachments, slice_jobs).list,
             DeclareBatch: targets.declare,
             Attach: attachments.attach,
@@ -415,8 +382,6 @@ class ServerMachine:
     def step(self, event: Event, now: float) -> list[Effect]:
         readings, captures, late, replication = self._timed
         readings.now = captures.now = now
-        if not self.fast.express.is_idle:
-            self.fast.express.materialize()
         if readings.is_on:
             readings.tick(now)
         if captures.is_on:
@@ -426,10 +391,7 @@ class ServerMachine:
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, JobDone):
-            self._effects.end_job(event)
-            self._deletions.advance()
-            if replication.is_on:
-                replication.job_ended()
+            self.end_job(event)
         elif isinstance(event, LocalCall):
             self._say_goodbye(event)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
@@ -441,7 +403,48 @@ class ServerMachine:
             self._watch.look(now)
         if replication.is_on:
             self._effects.extend(replication.tick(now))
-        return self._effects.take()
+        return self.take_effects()
+
+    def push(self, peer: Peer, sender: int, push: PushNumbers, payload: Buffer, nbytes: int) -> bool:
+        """Do what `step` does with a small push of a batch, if a verdict admits it and nothing else may be due.
+
+        The effects are for `take_effects`, the ends of their jobs for `end_job`. The push itself changes no deadline.
+
+        Args:
+            payload: `nbytes` bytes, which stay as they are.
+
+        Returns:
+            False if nothing was done: the push is an event for `step`.
+        """
+        readings, captures, late, _ = self._timed
+        if readings.is_on or captures.is_on or late.is_on:
+            return False
+        admitted = self._verdicts.find(peer, sender, push.batch)
+        if admitted is None:
+            return False
+        group, verdict = admitted
+        return nbytes == group.nbytes and self._pushes.take(
+            group, verdict, sender, push, push.clock, 1, payload, nbytes
+        )
+
+    def pull(self, peer: Peer, sender: int, pull: PullBatch) -> bool:
+        """The same for a pull of a batch."""
+        readings, captures, late, _ = self._timed
+        return not (readings.is_on or captures.is_on or late.is_on) and self._pulls.take(peer, sender, pull)
+
+    def end_job(self, event: JobDone) -> None:
+        """A job has ended."""
+        self._effects.end_job(event)
+        if self._deletions.going:
+            self._deletions.advance()
+        if self._timed.replication.is_on:
+            self._timed.replication.job_ended()
+
+    def take_records(self, now: float) -> list[Effect]:
+        """Return the effects of `push` and `end_job` with the records that go to backups. The deadline may have
+        changed."""
+        self._effects.extend(self._timed.replication.tick(now))
+        return self.take_effects()
 
     @property
     def memory_used_nbytes(self) -> int:
@@ -504,14 +507,13 @@ class ServerMachine:
             part.validate()
         self._participants.validate(self._session.view)
         self._waiters.validate(self.table.groups.values())
-        self.fast.express.validate(self.table.groups.values())
 
     # ── dispatch ──
 
     def _receive(self, event: Received, now: float) -> None:
         message = event.message
-        if type(message) not in _USUAL:
-            self._followers.of_unusual()
+        if type(message) not in _KEEP_REGIME:
+            self.regime.change()
         if event.peer == SCHEDULER:
             changed = self._session.receive(event, now)
             self._effects.extend(self._session.take_effects())
@@ -553,7 +555,6 @@ class ServerMachine:
             self._forget(rank, incarnation)
         self._participants.update(self._session.view)
         self._timed.replication.view_changed()
-        self.fast.express.is_on = not self._timed.replication.is_on
         self._attachments.welcome_named()
         for follow in self._followers.of_views:
             follow()

@@ -52,18 +52,6 @@ class Pending:
         """It is about several slices, each of which goes its own way."""
         return len(self.versions) > 1
 
-    @property
-    def is_simple(self) -> bool:
-        """It is open, counts, waits for one group, wants all of it as it is, and was asked once."""
-        return (
-            not self.closed
-            and self.remaining == len(self.versions) == 1
-            and self.counts
-            and self.row_ids is None
-            and not self.takes
-            and self.asked_first is None
-        )
-
     def peers(self) -> list[Peer]:
         """Where the answer goes."""
         return [self.peer] if self.asked_first in (None, self.peer) else [self.asked_first, self.peer]
@@ -74,13 +62,11 @@ class PendingTable:
 
     Attributes:
         row_ids_nbytes: of the row ids that they brought.
-        names: sender and number of each that is open.
     """
 
     def __init__(self) -> None:
         self.row_ids_nbytes = 0
         self._open: dict[tuple[int, int], Pending] = {}
-        self.names = self._open.keys()
         self._places = Shares(FEW)  # that peers take
 
     def __len__(self) -> int:
@@ -90,15 +76,20 @@ class PendingTable:
         """Whether this peer may open no more requests. One peer cannot keep the others out."""
         return not self._places.has_room(peer, 1, MAX_PENDING)
 
-    def may_open(self, peer: Peer, sender: int, request: int) -> bool:
-        """Whether this is no request that is open, and this peer may open one."""
-        return (sender, request) not in self._open and self._places.has_room(peer, 1, MAX_PENDING)
-
     def open(self, pending: Pending) -> None:
         self._open[pending.sender, pending.request] = pending
         self.row_ids_nbytes += 0 if pending.row_ids is None else pending.row_ids.nbytes
         pending.opened_by = pending.peer
         self._places.take(pending.peer, 1)
+
+    def open_new(self, pending: Pending) -> bool:
+        """`open` for a push. False: this request is open already, or its peer may open no more."""
+        name, peer = (pending.sender, pending.request), pending.peer
+        if name in self._open or not self._places.take_if_room(peer, 1, MAX_PENDING):
+            return False
+        self._open[name] = pending
+        pending.opened_by = peer
+        return True
 
     def find(self, sender: int, request: int) -> Pending | None:
         return self._open.get((sender, request))

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvd.core.machine import Received, Span
+from kvd.core.machine import Peer, Received, Span
 from kvd.core.server.attachments import Attachments
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.participants import Participants
 from kvd.core.server.pending import Pending
 from kvd.core.server.targets import PushTarget, TargetResolver
+from kvd.core.server.verdicts import Verdicts
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ANY_CLOCK, NO_RANK, ErrorCode, Pull, PullBatch, PullRows
 from kvd.protocol.specs import ROW_ID_BYTES
@@ -29,6 +30,7 @@ class Pulls:
         effects: ServerEffects,
         attachments: Attachments,
         targets: TargetResolver,
+        verdicts: Verdicts,
         waiters: Waiters,
         participants: Participants,
         disputes: Disputes,
@@ -37,6 +39,7 @@ class Pulls:
         self._effects = effects
         self._attachments = attachments
         self._targets = targets
+        self._verdicts = verdicts
         self._waiters = waiters
         self._participants = participants
         self._disputes = disputes
@@ -54,12 +57,39 @@ class Pulls:
             self._wait_or_answer(event, pull.request, NO_RANK if rank is None else rank, targets, takes=pull.takes)
 
     def pull_batch(self, event: Received, pull: PullBatch) -> None:
+        if self.take(event.peer, event.sender, pull):
+            return
         rank = self._attachments.rank_of(event, pull.request)
         if rank is None or self._waiters.joins_open(event, pull.request):
             return
         targets = self._targets.of_batch(event, pull)
         if targets is not None:
             self._wait_or_answer(event, pull.request, rank, targets)
+
+    def take(self, peer: Peer, sender: int, pull: PullBatch) -> bool:
+        """Answers a pull of a worker that has a verdict on its pushes of the batch, or lets it wait.
+
+        Returns:
+            False if there is none, or the request is open already: nothing was done.
+        """
+        admitted = self._verdicts.find(peer, sender, pull.batch)
+        if admitted is None:
+            return False
+        group, verdict = admitted
+        request, clock, version = pull.request, pull.clock, group.log.version
+        if clock == version:
+            return not self._waiters.pending.is_full_for(peer) and self._waiters.answer_newest(
+                peer, sender, request, group
+            )
+        if clock < version:
+            return False
+        pending = Pending(peer, sender, request, False, True, 1)
+        if not self._waiters.wait_for_round(pending, group, verdict.rank, clock):
+            return False
+        if self._participants.dead or self._disputes.open:
+            self._participants.fail_blocked(group)
+            self._disputes.fail_waiting(group)
+        return True
 
     def pull_rows(self, event: Received, pull: PullRows) -> None:
         if self._waiters.joins_open(event, pull.request):

@@ -1,9 +1,9 @@
 """A push on the server, from its arrival to its answer. Read it from top to bottom:
 
 resolve   `push`, `push_batch`: what the push is about (`targets`)
-admit     `_admit_and_wait`: whether it is let in; the table of answers is in `admission`
-stage     `_stage`: the received frame is the staging buffer (`rounds`)
-wait      `_admit_and_wait`: the push waits for its commit (`waiting`)
+admit     `_admit`: whether it is let in; the table of answers is in `admission`, and a verdict is kept in `verdicts`
+stage     `_stage`, `take`: the received frame is the staging buffer (`rounds`)
+wait      `_admit`, `take`: the push waits for its commit (`waiting`)
 close     `advance`: the round closes when it is complete (`rounds`), one at a time per group
 apply     `apply`: the shell merges and updates; the machine gets its JobDone
 hold      `_hold`: the backup, if there is one, holds the record (`records`)
@@ -21,6 +21,7 @@ from functools import partial
 
 from kvd.core.machine import (
     Apply,
+    Buffer,
     Contribution,
     Encoding,
     JobDone,
@@ -36,7 +37,7 @@ from kvd.core.server.attachments import Attachments
 from kvd.core.server.captures import Captures
 from kvd.core.server.disputes import Disputes
 from kvd.core.server.effects import ServerEffects
-from kvd.core.server.groups import FusedGroup
+from kvd.core.server.groups import FusedGroup, Verdict
 from kvd.core.server.late import LateWorkers
 from kvd.core.server.made import Made, Use, unchanged
 from kvd.core.server.memory_use import MemoryUse
@@ -50,10 +51,13 @@ from kvd.core.server.round_records import record_of
 from kvd.core.server.rounds import Record
 from kvd.core.server.staleness import SeenStaleness
 from kvd.core.server.targets import PushTarget, TargetResolver
+from kvd.core.server.verdicts import Verdicts
 from kvd.core.server.waiting import Waiters
 from kvd.errors import KvdError
+from kvd.protocol.fixed import PushNumbers
 from kvd.protocol.messages import (
     ABSENT,
+    ADD,
     MAX_TEXT_CHARS,
     ErrorCode,
     MergedForm,
@@ -85,6 +89,7 @@ class Pushes:
         effects: ServerEffects,
         attachments: Attachments,
         targets: TargetResolver,
+        verdicts: Verdicts,
         waiters: Waiters,
         participants: Participants,
         disputes: Disputes,
@@ -101,6 +106,7 @@ class Pushes:
         self._effects = effects
         self._attachments = attachments
         self._targets = targets
+        self._verdicts = verdicts
         self._waiters = waiters
         self._participants = participants
         self._disputes = disputes
@@ -116,20 +122,26 @@ class Pushes:
     # ── resolve ──
 
     def push(self, event: Received, push: Push) -> None:
+        if self._take_rows(event, push):
+            return
         rank = self._attachments.rank_of(event, push.request)
         if rank is None or self._waiters.joins_open(event, push.request):
             return
         targets = self._targets.of_parts(event, push)
-        if targets is not None and self._is_decoded_for(event, push, targets):
-            self._admit_and_wait(event, push, rank, targets)
+        if targets is None or not self._is_decoded_for(event, push, targets):
+            return
+        if self._admit(event, push, rank, targets) and targets[0].group.is_of_table:
+            self._verdicts.keep(targets[0].group, event.sender, event.peer, rank)
 
     def push_batch(self, event: Received, push: PushBatch) -> None:
+        if self._take_batch(event, push):
+            return
         rank = self._attachments.rank_of(event, push.request)
         if rank is None or self._waiters.joins_open(event, push.request):
             return
         targets = self._targets.of_batch(event, push)
-        if targets is not None:
-            self._admit_and_wait(event, push, rank, targets)
+        if targets is not None and self._admit(event, push, rank, targets) and targets[0].slice is None:
+            self._verdicts.keep(targets[0].group, event.sender, event.peer, rank)
 
     def _is_decoded_for(self, event: Received, push: Push, targets: list[PushTarget]) -> bool:
         """Whether the payload has become what the key needs; otherwise the sender is told."""
@@ -151,7 +163,8 @@ class Pushes:
 
     # ── admit, wait ──
 
-    def _admit_and_wait(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> None:
+    def _admit(self, event: Received, push: Push | PushBatch, rank: int, targets: list[PushTarget]) -> bool:
+        """Decides on a push, and lets it wait for its rounds. Returns whether a verdict on it may be kept."""
         request = PushRequest(event.sender, push.request)
         merge, is_full = self._view.settings.merge, self._waiters.pending.is_full_for(event.peer)
         is_apart = self._participants.leaves_out(rank)
@@ -172,10 +185,11 @@ class Pushes:
         )
         if not isinstance(decisions, list):
             self._effects.send(event.peer, decisions)
-            return
+            return False
+        is_staged = not push.probe and Decision.STAGE in decisions
         if not push.probe:
             self._stage(event, push, request, rank, targets, decisions)
-            if self._view.is_sync and Decision.STAGE in decisions:
+            if self._view.is_sync and is_staged:
                 self._disputes.pushed(rank)
         if push.settled > self._readings.over:
             self._readings.step_is_over(push.settled)
@@ -186,18 +200,92 @@ class Pushes:
         self._waiters.wait(pending, rank, targets, _uncounted(decisions) if is_apart else ())
         for target in targets:
             self.advance(target.group)
-        if self.late.is_on:
-            for target in targets:
-                self.late.staged(target.group)
-        for target in targets:
-            self._participants.fail_blocked(target.group)
-            self._disputes.fail_waiting(target.group)
+        self._look_after([target.group for target in targets])
         if (
             (push.probe or event.nbytes > self._small_push_bytes)
             and not pending.closed
             and any(target.group.log.counted_clock(rank) < target.clock for target in targets)
         ):
-            self._effects.send(event.peer, Staged(push.request))
+            self._say_staged(pending)
+        return is_staged and self._view.is_sync and push.how == ADD and not self._disputes.open
+
+    def _take_batch(self, event: Received, push: PushBatch) -> bool:
+        """Takes a push of a batch by a verdict that was kept. False: nothing was done."""
+        admitted = self._verdicts.find(event.peer, event.sender, push.batch)
+        if admitted is None:
+            return False
+        group, verdict = admitted
+        if event.nbytes != group.nbytes or push.how != ADD or push.probe:
+            return False
+        return self.take(group, verdict, event.sender, push, push.clock, push.samples, event.payload, event.nbytes)
+
+    def _take_rows(self, event: Received, push: Push) -> bool:
+        """Takes a push to a part of a table by a verdict that was kept. False: nothing was done."""
+        part, nbytes = push.parts[0], event.nbytes
+        slice_ = self._targets.table_part(part)
+        if slice_ is None or not (
+            len(push.parts) == 1
+            and push.how == ADD
+            and not (push.pull or push.probe or push.coding is not None or event.fault)
+            and slice_.spec.num_rows(nbytes) is not None
+        ):
+            return False
+        admitted = self._verdicts.find(event.peer, event.sender, 0, slice_.group)
+        if admitted is None or self._memory.row_error(slice_.key, slice_.spec, nbytes):
+            return False
+        return self.take(*admitted, event.sender, push, part.clock, push.samples, event.payload, nbytes)
+
+    def take(
+        self,
+        group: FusedGroup,
+        verdict: Verdict,
+        sender: int,
+        push: PushBatch | Push | PushNumbers,
+        clock: int,
+        samples: int,
+        payload: Buffer,
+        nbytes: int,
+    ) -> bool:
+        """Stages a contribution that a verdict admits, of the right size, and lets it wait for its round.
+
+        Args:
+            push: its numbers.
+            payload: its `nbytes` bytes.
+
+        Returns:
+            False if it is not plainly the next push of its worker: nothing was done.
+        """
+        rank, peer, request, log = verdict.rank, verdict.peer, push.request, group.log
+        if not log.is_next(rank, clock, sender, request):
+            return False
+        pending = Pending(peer, sender, request, True, push.pull, 1)
+        if not self._waiters.wait_for_round(pending, group, rank, clock):
+            return False
+        given = Contribution(rank, clock, Span(payload, 0, nbytes), samples, ADD, push.step, push.place)
+        log.stage(given, PushRequest(sender, request))
+        if push.settled > self._readings.over:
+            self._readings.step_is_over(push.settled)
+        if self._captures.is_on:
+            self._captures.step_is_over()
+        self.advance(group)
+        if self.late.is_on or self._participants.dead or self._disputes.open:
+            self._look_after((group,))
+        if nbytes > self._small_push_bytes and not pending.closed and log.closed < clock:
+            self._say_staged(pending)
+        return True
+
+    def _look_after(self, groups: Sequence[FusedGroup]) -> None:
+        """Pushes to these groups wait for their rounds: some of them may wait for a worker that is late or dead, or for
+        workers that disagree."""
+        if self.late.is_on:
+            for group in groups:
+                self.late.staged(group)
+        for group in groups:
+            self._participants.fail_blocked(group)
+            self._disputes.fail_waiting(group)
+
+    def _say_staged(self, pending: Pending) -> None:
+        self._effects.send(pending.peer, Staged(pending.request))
 
     # ── stage ──
 
@@ -250,30 +338,26 @@ class Pushes:
     # ── apply ──
 
     def apply(self, group: FusedGroup, record: Record) -> None:
-        """Starts the update of a round that is closed."""
-        use = self.use_of(group, record)
-        update = self.update_of(group, record, use, self._effects.new_job())
-        self.await_update(group, record, use, update)
+        """Start the update of a round that is closed."""
+        use = self._use_of(group, record)
+        update = self._update_of(group, record, use, self._effects.new_job())
+        self._effects.await_job(update.job, partial(self._applied, group, record, use, update))
         self._effects.emit(update)
 
-    def await_update(self, group: FusedGroup, record: Record, use: Use, update: Apply) -> None:
-        """The round becomes a version with the end of this job."""
-        self._effects.await_job(update.job, partial(self._applied, group, record, use, update))
-
-    def use_of(self, group: FusedGroup, record: Record) -> Use:
+    def _use_of(self, group: FusedGroup, record: Record) -> Use:
         """What the update of a closed round uses. Another optimizer may be set while it is under way."""
         optimizer = group.optimizer_for(record.number)
         coding = None
         if (
             optimizer is None
             and self._view.is_sync
-            and not record.assign
             and record.contributions[0].coding is not None
+            and not record.assign
         ):
             coding = merged_coding(group, record, self._merge_of(group))
         return Use(optimizer, group.generation, coding)
 
-    def update_of(self, group: FusedGroup, record: Record, use: Use, job: int) -> Apply:
+    def _update_of(self, group: FusedGroup, record: Record, use: Use, job: int) -> Apply:
         """The update of a closed round, as the job of this number."""
         optimizer, coding, assign = use.optimizer, use.coding, record.assign
         keeps_merged = (
@@ -303,7 +387,7 @@ class Pushes:
         )
 
     def _merge_of(self, group: FusedGroup) -> str:
-        return group.merge or self._view.settings.merge or "sum"
+        return group.slices[0].spec.merge or self._view.settings.merge or "sum"
 
     def _applied(self, group: FusedGroup, record: Record, use: Use, update: Apply, done: JobDone) -> None:
         """The job has ended: the round becomes a version, or counts for nobody."""
@@ -360,7 +444,8 @@ class Pushes:
         if not self._view.is_sync:
             self.staleness.committed(group, record)
         self._waiters.settle(group)
-        self._readings.committed(group)
+        if self._readings.is_on:
+            self._readings.committed(group)
         if self._captures.is_on:
             self._captures.committed(group)
 

@@ -87,6 +87,7 @@ class Records:
 
     Attributes:
         holders: by partition; one without any is not in it.
+        has_new: whether there are records that `due` has not been asked for.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Records:
         self._out_of_sync = out_of_sync
         self._unfit = unfit
         self._outbox = Outbox(CREDIT_BYTES)
+        self.has_new = False
         self.holders: dict[int, list[Holder]] = {}
         self._connected: set[ServerPeer] = set()
         self._last_request = FIRST_REQUEST
@@ -327,6 +329,7 @@ class Records:
             send = Send(holder.peer, replace(message, request=request), payload)
             holder.open[request] = record
             nbytes = sum([span.nbytes for span in payload])
+            self.has_new = True
             self._outbox.add(Entry(send, partial(self._answered, holder), nbytes))
 
     # ── answers in ──
@@ -372,6 +375,7 @@ class Records:
 
     def due(self, now: float) -> list[Effect]:
         """The records that go out now."""
+        self.has_new = False
         if not self._connected:
             return []
         return [*self._outbox.due(now), *self._outbox.pump(now)]

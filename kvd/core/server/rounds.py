@@ -11,7 +11,7 @@ its own, in order of arrival; with a bounded staleness it waits until its worker
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
@@ -178,30 +178,38 @@ class SliceLog:
     def stage(self, contribution: Contribution, push: PushRequest) -> None:
         """Takes the contribution, whose status is NEXT, of this push message."""
         rank, clock, place = contribution.rank, contribution.clock, contribution.place
-        progress = self._progress_to_change(rank)
+        progress = self.progress.get(rank)
+        if progress is None:
+            progress = self.progress[rank] = WorkerProgress()
         progress.staged = clock
         if place != progress.place or not progress.trained:
             progress.come_to(place, clock, is_contribution=contribution.how == ADD)
         progress.last_request = push
-        self._staging.add(contribution, sync=self.sync)
+        staging = self._staging
+        if not self.sync:
+            staging.arrived.append(contribution)
+        elif clock in staging.rounds:
+            staging.rounds[clock][rank] = contribution
+        else:
+            staging.rounds[clock] = {rank: contribution}
+        if contribution.span is not None:
+            staging.nbytes += contribution.span.nbytes
 
-    def stage_next(self, contribution: Contribution, push: PushRequest) -> bool:
-        """Sync: `stage` for a push to the open round that plainly is its worker's next one. False: nothing was done."""
-        clock = contribution.clock
-        if not self.would_take(contribution.rank, clock, *push) or self.mixes(clock, contribution.how):
+    def is_next(self, rank: int, clock: int, sender: int, request: int) -> bool:
+        """Sync: whether a contribution plainly is its worker's next push. False: `status_of`, `mixes` and the table of
+        admission tell."""
+        progress, closed = self.progress.get(rank), self.closed
+        if progress is None or clock > closed + self.rounds_ahead:
             return False
-        self.stage(contribution, push)
-        return True
-
-    def would_take(self, rank: int, clock: int, sender: int, request: int) -> bool:
-        """Sync: whether a push to the open round plainly is its worker's next one."""
-        progress = self.progress.get(rank)
-        if progress is None or progress.staged >= clock:
+        if clock != (progress.staged if progress.staged > closed else closed) + 1:
             return False
         last, told = progress.last_request, progress.last_refusal
         if last is None or last.sender != sender or last.number >= request:
             return False
-        return told is None or told.push.number < request
+        if told is not None and told.push.number >= request:
+            return False
+        others = self._staging.rounds.get(clock)
+        return not others or next(iter(others.values())).how == ADD
 
     def drop_unclosed(self, rank: int) -> None:
         """A new incarnation has the rank, or the rounds go on without it: what it staged for open rounds is
@@ -281,14 +289,6 @@ class SliceLog:
                 missing.append(rank)  # noqa: PERF401  a comprehension is one more call in each push
         return missing
 
-    def due(self, clock: int, required: Iterable[int]) -> set[int]:
-        """Sync: the ranks that take part in the round of `clock`, of which nothing is staged."""
-        progress, due = self.progress, set()
-        for rank in required:
-            if progress.get(rank, NO_PROGRESS).staged < clock:
-                due.add(rank)
-        return due
-
     def has_quorum(self, clock: int, quorum: int, required: Iterable[int]) -> bool:
         """Sync: whether so many have contributed to the round of `clock`, or came in after it and wait for it as well.
         A round of assignments waits for all: without rank 0 it would have no value."""
@@ -303,10 +303,10 @@ class SliceLog:
         with a staleness of 0 the pushes of one clock would wait for each other."""
         return min((self.staged_clock(rank) for rank in required), default=0)
 
-    def _is_complete(self, clock: int, required: Sequence[int]) -> bool:
+    def _is_complete(self, clock: int, contributions: Container[int], required: Sequence[int]) -> bool:
         """Sync: whether the round waits for nobody. A round is asked at each of its pushes: it goes on looking where it
         found a rank that was missing, and so looks at each rank once, however many there are."""
-        contributions, progress = self._staging.rounds.get(clock, ()), self.progress
+        progress = self.progress
         count = len(required)
         begin = self._waits_at if self._waits_at < count else 0
         for place in range(begin, begin + count):
@@ -317,33 +317,27 @@ class SliceLog:
         return True
 
     def close_next(self, required: Sequence[int]) -> Record | None:
-        """Closes the next round if it is complete and no other is being applied."""
+        """Closes the next round if it is complete and no other is being applied.
+
+        A round is empty if all required workers resumed after it, and those that had to push for it have left.
+        """
         if self.closing is not None:
             return None
-        taken, repeated = (self._take_round(required), False) if self.sync else self._take_arrived(required)
-        if taken is None:
+        if not self.sync:
+            return self._close_arrived(required)
+        clock = self.closed + 1
+        contributions = self._staging.rounds.get(clock)
+        if not contributions:
+            return self.close_empty() if required and self._is_complete(clock, (), required) else None
+        if not self._is_complete(clock, contributions, required):
             return None
-        self.closed += 1
-        self.closing = Record(self.closed, (), taken) if repeated else Record(self.closed, taken)
-        for given in taken if self.sync else ():
+        del self._staging.rounds[clock]
+        self.closed = clock
+        taken = tuple(map(contributions.__getitem__, sorted(contributions)))
+        record = self.closing = Record(clock, taken)
+        for given in taken:
             if (given.place, given.clock) > self.newest:
                 self.newest = given.place, given.clock
-        return self.closing
-
-    def close_whole(self, contributions: Sequence[Contribution], pushes: Sequence[PushRequest], nbytes: int) -> Record:
-        """Sync: `stage` and `close_next` in one, of all contributions to the next round, in the order of ranks: what is
-        added, of `nbytes` bytes each. Nothing is staged, and no round is being applied."""
-        self.closed += 1
-        for contribution, push in zip(contributions, pushes, strict=True):
-            rank, clock, place = contribution.rank, contribution.clock, contribution.place
-            progress = self.progress[rank]
-            progress.staged, progress.last_request = clock, push
-            if place != progress.place or not progress.trained:
-                progress.come_to(place, clock, is_contribution=True)
-            if (place, clock) > self.newest:
-                self.newest = place, clock
-        record = self.closing = Record(self.closed, tuple(contributions))
-        self._staging.nbytes += nbytes * len(pushes)
         return record
 
     def close_empty(self) -> Record:
@@ -352,26 +346,19 @@ class SliceLog:
         self.closing = Record(self.closed, ())
         return self.closing
 
-    def _take_round(self, required: Sequence[int]) -> tuple[Contribution, ...] | None:
-        """A round is empty if all required workers resumed after it, and those that had to push for it have left."""
-        clock = self.closed + 1
-        contributions = self._staging.rounds.get(clock)
-        if not contributions:
-            return () if required and self._is_complete(clock, required) else None
-        if not self._is_complete(clock, required):
-            return None
-        del self._staging.rounds[clock]
-        return tuple(map(contributions.__getitem__, sorted(contributions)))
-
-    def _take_arrived(self, required: Collection[int]) -> tuple[tuple[Contribution, ...] | None, bool]:
-        """The next contribution, and whether it repeats a shared step."""
+    def _close_arrived(self, required: Collection[int]) -> Record | None:
+        """Async: closes a round of the next contribution. If that repeats a shared step, it changes nothing."""
         bound = None if self.staleness < 0 else self.slowest(required) + self.staleness
         for position, contribution in enumerate(self._staging.arrived):
             if bound is None or contribution.clock <= bound or contribution.rank not in required:
                 del self._staging.arrived[position]
                 self._progress_to_change(contribution.rank).counted = contribution.clock
-                return (contribution,), self._is_counted_step(contribution)
-        return None, False
+                self.closed += 1
+                given = (contribution,)
+                is_repeated = self._is_counted_step(contribution)
+                self.closing = Record(self.closed, (), given) if is_repeated else Record(self.closed, given)
+                return self.closing
+        return None
 
     def _is_counted_step(self, contribution: Contribution) -> bool:
         """Whether this is a shared step that another worker has made already. If not, it is counted now."""
@@ -492,11 +479,6 @@ class SliceLog:
             return self.version - 1 if self.previous is not None and self.previous_step <= step else NoVersion.GONE
         # The next version has a larger number, and no version has a step below its number.
         return self.version if self.version == step or step <= over else NoVersion.LATER
-
-    @property
-    def has_staged(self) -> bool:
-        """Sync: whether anything is staged."""
-        return bool(self._staging.rounds)
 
     @property
     def staged_nbytes(self) -> int:

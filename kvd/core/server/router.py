@@ -134,6 +134,11 @@ class ServerRouter:
         """Whether a run has ended, and gives way when memory is needed."""
         return run in self._phases and self._phases[run].is_over
 
+    def live_runs(self) -> dict[str, int]:
+        """The runs that are under way, by the name of their job."""
+        live = {run: machine for run, machine in self._machines.items() if run != NO_RUN and not self._is_over(run)}
+        return {machine.session.job: run for run, machine in live.items()}
+
     def machine_of(self, run: int) -> ServerMachine | None:
         """The machine of a run; for NO_RUN, that of the cluster."""
         return self._machines.get(run)
@@ -225,7 +230,7 @@ class ServerRouter:
         session = SchedulerSession(identity, EMPTY_SETTINGS, self._address, self._interval_s, key)
         machine = self._machines[entry.run] = ServerMachine(self._settings, session, self._memory)
         self._emit(entry.run, machine, session.tick(now))
-        self._note_deadline(entry.run, machine)
+        self.note_deadline(entry.run, machine)
 
     def _give_up(self, run: int, job: str) -> None:
         self._given_up[run] = job
@@ -254,20 +259,25 @@ class ServerRouter:
         effects = machine.step(event, now)
         if effects:
             self._emit(run, machine, effects)
-        self._note_deadline(run, machine)
+        self.note_deadline(run, machine)
 
-    def _note_deadline(self, run: int, machine: ServerMachine) -> None:
+    def note_deadline(self, run: int, machine: ServerMachine) -> None:
+        """Ask the machine of a run when it must be stepped."""
         due = machine.next_deadline()
         if run in self._machines:  # it was not given up meanwhile
             self._deadlines[run] = NEVER if due is None else due
 
     def _emit(self, run: int, machine: ServerMachine, effects: Sequence[Effect]) -> None:
-        """The effects of a machine. There is one connection to each node, and what ends one run ends no server."""
-        own: Sequence[Any] = effects
-        if not _APART.isdisjoint(map(type, effects)):
-            own = [kept for effect in effects if (kept := self._of_run(effect, run, machine)) is not None]
+        own = self.of_run(run, machine, effects)
         if own:
             self._out.append(InRun(run, machine.epoch, own))
+
+    def of_run(self, run: int, machine: ServerMachine, effects: Sequence[Effect]) -> Sequence[Any]:
+        """The effects of a machine as they count for its run. There is one connection to each node, and the end of one
+        run ends no server."""
+        if _APART.isdisjoint(map(type, effects)):
+            return effects
+        return [kept for effect in effects if (kept := self._of_run(effect, run, machine)) is not None]
 
     def _send(self, event: Received, message: Refused | NotYet) -> None:
         machine = self.machine_of(event.run)

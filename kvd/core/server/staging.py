@@ -22,13 +22,6 @@ class Staging:
     arrived: list[Contribution] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, contribution: Contribution, *, sync: bool) -> None:
-        if sync:
-            self.rounds.setdefault(contribution.clock, {})[contribution.rank] = contribution
-        else:
-            self.arrived.append(contribution)
-        self.nbytes += 0 if contribution.span is None else contribution.span.nbytes
-
     def drop(self, rank: int) -> None:
         """What this rank has staged is forgotten."""
         gone = [contribution for contribution in self.arrived if contribution.rank == rank]
@@ -44,7 +37,9 @@ class Staging:
 
     def release(self, contributions: Iterable[Contribution]) -> None:
         """Nobody needs the bytes of these any more."""
-        self.nbytes -= nbytes_of(contributions)
+        for contribution in contributions:
+            if contribution.span is not None:
+                self.nbytes -= contribution.span.nbytes
 
     def open(self) -> Iterator[Contribution]:
         """Those whose round is open."""

@@ -93,6 +93,13 @@ class TargetResolver:
         slice_ = self._table.slices.get((part.key, part.slice_index))
         return slice_ is not None and slice_.log.sync and part.clock <= slice_.log.version
 
+    def table_part(self, part: Part) -> Slice | None:
+        """The part of a table that this names, if it is here."""
+        slice_ = self._table.slices.get((part.key, part.slice_index))
+        if slice_ is None or slice_.spec.table is None or slice_.creation != part.creation:
+            return None
+        return slice_
+
     def of_rows(self, event: Received, message: PullRows) -> PushTarget | None:
         """The part of a table whose rows are wanted; None if it was answered here."""
         slices = self._slices(event, message.request, [message.part])

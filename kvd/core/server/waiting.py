@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from kvd.core.machine import JobDone, ReadRows, Received, Span, spans_of
+from kvd.core.machine import JobDone, Peer, ReadRows, Received, Send, Span, spans_of
 from kvd.core.refusals import code_of
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.groups import FusedGroup, Waiting
@@ -82,34 +82,51 @@ class Waiters:
             if pending.closed:
                 return
 
-    def wait_for_round(self, pending: Pending, group: FusedGroup, rank: int, clock: int) -> None:
-        """The same for a request about all of a group, whose round is open."""
+    def wait_for_round(self, pending: Pending, group: FusedGroup, rank: int, clock: int) -> bool:
+        """The same for a request about all of a group, whose round is open. False: the request is open already, or its
+        peer may open no more."""
+        if not self.pending.open_new(pending):
+            return False
         pending.spans, pending.versions = [()], [0]
-        self.pending.open(pending)
         group.waiting.append(Waiting(pending, 0, rank, clock, None))
+        return True
+
+    def answer_newest(self, peer: Peer, sender: int, request: int, group: FusedGroup) -> bool:
+        """Answer a pull of all of a group with its newest version. False if the request is open already."""
+        if self.pending.find(sender, request) is not None:
+            return False
+        version = group.log.version
+        self._effects.emit(Send(peer, Values(request, (version,)), spans_of(group.log.current, group.nbytes)))
+        return True
 
     def settle(self, group: FusedGroup) -> None:
         """The group has a new version: what that answers is answered."""
         waiting, group.waiting = group.waiting, []
         log = group.log
-        version, spans = log.version, None
+        version, sync, spans = log.version, log.sync, None
         for entry in waiting:
             pending = entry.pending
-            if entry.slice is None and entry.clock == version and log.sync and pending.is_simple:
-                spans = spans or spans_of(log.current, group.nbytes)
-                self._answer_simply(pending, version, spans)
+            if (
+                sync
+                and entry.clock == version
+                and entry.slice is None
+                and not pending.closed
+                and pending.remaining == len(pending.versions) == 1
+                and pending.counts
+                and pending.row_ids is None
+                and not pending.takes
+                and pending.asked_first is None
+            ):  # what most are: it wants all of this version of one group as it is, or to know of it
+                if pending.pull:
+                    spans = spans or spans_of(log.current, group.nbytes)
+                    self._effects.emit(Send(pending.peer, Values(pending.request, (version,)), spans))
+                else:
+                    self._effects.emit(Send(pending.peer, Done(pending.request)))
+                self.pending.close(pending)
             elif not self._settle(group, entry):
                 group.waiting.append(entry)
         if self._to_read:
             self._read_rows(group)
-
-    def _answer_simply(self, pending: Pending, version: int, spans: tuple[Span, ...]) -> None:
-        """What `_settle` and `_answer` do for a request about this version of all of one group, and nothing else."""
-        if pending.pull:
-            self._effects.send(pending.peer, Values(pending.request, (version,)), spans)
-        else:
-            self._effects.send(pending.peer, Done(pending.request))
-        self.pending.close(pending)
 
     def leave_out(self, group: FusedGroup, rank: int) -> None:
         """The pushes of this rank whose rounds are still open do not count in the group: they are answered."""

@@ -88,7 +88,7 @@ class WorkerMachine:
     Attributes:
         due_at: not later than anything is due; in the past until `next_deadline` works it out after a step.
         effects: of the present step, or of `answered`.
-        open_calls, open_requests: those that are not completed or settled, by number. To look at, not to change.
+        calls_by_number, requests_by_number: those that are not completed or settled. To look at, not to change.
     """
 
     def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
@@ -98,9 +98,9 @@ class WorkerMachine:
         emit = self.effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
-        self.open_calls, self.open_requests = calls.open, outbox.open
+        self.calls_by_number, self.requests_by_number = calls.open, outbox.open
         servers, pushes = Servers(view), OpenPushes(calls, self._wake)
-        steps = StepCounter(pushes)
+        self._steps = steps = StepCounter(pushes)
         keys = KeyTable()
         asker = Asker(view, servers, outbox, calls)
         left = Predecessor()
@@ -352,10 +352,21 @@ class WorkerMachine:
             "role": self.session.identity.role,
             "rank": self.session.rank,
             "view": list(self.epoch),
+            "step": self._steps.newest,
             "calls_open": len(self._calls),
             "requests_open": len(self._outbox),
             "clocks": self._clocks.explain(),
         }
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step in which this worker has pushed; 0 before the first. Any thread may ask."""
+        return self._steps.newest
+
+    @property
+    def open_calls(self) -> int:
+        """The number of calls that have not ended. Any thread may ask."""
+        return len(self._calls)
 
     def unreached_servers(self) -> list[Member]:
         """The active servers that this worker has not reached yet."""

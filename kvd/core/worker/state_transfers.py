@@ -95,17 +95,18 @@ def take(
     write: Callable[[StatePart, Any], None],
     *,
     has_pushed: bool,
+    restored: bool = False,
 ) -> Script:
     """Gets the state after so many steps, and returns None; or why nobody gives it.
 
     Args:
         home: the first partition.
-        has_pushed: see `kvd.protocol.messages.WantState`.
+        has_pushed: see `kvd.protocol.messages.WantState`; so is `restored`.
         begin: a transfer begins; those before it have ended before they were complete.
         write: takes the parts in their order, with their bytes.
     """
     while True:
-        wish = Control((WantState(0, made, has_pushed),), partitions=(home,))
+        wish = Control((WantState(0, made, has_pushed, restored),), partitions=(home,))
         ((answer, _, _),) = yield Await((yield Begin(wish)))
         if isinstance(answer, StateGone) and answer.why is not Gone.AGAIN:
             return answer

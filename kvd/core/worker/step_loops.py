@@ -181,8 +181,9 @@ class StepLoops:
         return NotResumed(
             f"{self._missed}, and kv.steps skips the steps that were made without it. But no optimizer is set on the "
             f"servers: what those steps have changed, such as the weights, is in the memory of the workers that made "
-            f"them, and this process does not have it. Let the servers update the weights (kv.set_optimizer), or load "
-            f"the state before the first step that the loop gives from a checkpoint of your own, and say so with "
+            f"them, and this process does not have it. Let the servers update the weights (kv.set_optimizer). With "
+            f"kvd.torch, loop over optimizer.steps(total), which gets the state from another worker. Or load the state "
+            f"before the first step that the loop gives from a checkpoint of your own, and say so with "
             f"kv.steps(total, restored=True). A program that begins again calls kv.resume() before the loop"
         )
 

@@ -21,6 +21,11 @@ class StepCounter:
         self._newest = 0
         self._first = 0  # in which this incarnation pushed; of earlier ones it knows nothing
 
+    @property
+    def newest(self) -> int:
+        """The newest step in which this worker has pushed; 0 before the first."""
+        return self._newest
+
     def queued(self, call: InFlight) -> None:
         """A push waits for its turn. It belongs to the step in which it was made, whatever is started before it."""
         clocks = [key.window.clock + sum(1 for waiting in key.queue if waiting.is_push) for key in call.keys]

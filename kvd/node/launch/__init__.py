@@ -7,6 +7,6 @@ from kvd.node.launch.hosts import Host, parse_hosts
 from kvd.node.launch.job import Job
 from kvd.node.launch.launcher import Launch, run
 from kvd.node.launch.output import Sink, Stream
-from kvd.node.launch.restarts import RestartRule
+from kvd.node.launch.restart_policy import RestartRule
 
 __all__ = ["Host", "Job", "Launch", "RestartRule", "Sink", "Stream", "parse_hosts", "run"]

@@ -13,11 +13,8 @@ from typing import Final
 from kvd.config import child_environment, rank_variables, shared_environment, torch_rendezvous
 from kvd.errors import ConfigError
 from kvd.node.affinity import CorePlan, plan_cores, usable_cores
-from kvd.node.launch.hosts import Placement
-from kvd.node.launch.job import Job
-from kvd.node.launch.job_key import JobKey
-from kvd.node.launch.reach import LOOPBACK_NUMBER
-from kvd.node.launch.ssh import on_host, order
+from kvd.node.launch.hosts import LOOPBACK_NUMBER, Placement, on_host, order
+from kvd.node.launch.job import Job, JobKey
 from kvd.node.parent import guarded, tied
 from kvd.node.remote import Mode, free_port
 

@@ -4,31 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import shlex
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from kvd.errors import RequestTimeout
-from kvd.node.exit_codes import ExitCode
-from kvd.node.launch.anew import Anew
-from kvd.node.launch.child import Child
-from kvd.node.launch.crew import Crew
-from kvd.node.launch.ending import KILL_GRACE_S, end_all
-from kvd.node.launch.job import Job
-from kvd.node.launch.job_key import job_key
+from kvd.node.daemon.exit_codes import ExitCode
+from kvd.node.launch.child import KILL_GRACE_S, Child, Crew, end_all
+from kvd.node.launch.hosts import LOST, Reach
+from kvd.node.launch.job import Job, job_key
 from kvd.node.launch.job_output import JobOutput
-from kvd.node.launch.look import Sighting, look_at
 from kvd.node.launch.output import Stream
 from kvd.node.launch.plan import READY_FILE, JobPlan, ProcessSpec
-from kvd.node.launch.reach import Reach
-from kvd.node.launch.ready_socket import ReadySocket
-from kvd.node.launch.restarts import Restarts
-from kvd.node.launch.ssh import LOST
+from kvd.node.launch.preflight import Sighting, look_at
+from kvd.node.launch.restart_policy import JobRestarts, Restarts
+from kvd.node.launch.signals import StopRequest, Urgency
 from kvd.node.launch.stdin import MAX_BYTES, StdinCopies
-from kvd.node.launch.stop_request import StopRequest, Urgency
 from kvd.node.parent import exit_code
+
+
+class ReadySocket:
+    """A socket on which the scheduler reports to its launcher that it is ready, as with ``Type=notify`` of systemd.
+
+    Attributes:
+        name: for ``NOTIFY_SOCKET``.
+        reported: done when the daemon has reported.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # an abstract name: a path might be longer than a socket's may be
+        self.name = f"@kvd-launch-{secrets.token_hex(8)}"
+        self.reported: asyncio.Future[None] = loop.create_future()
+
+    def __enter__(self) -> ReadySocket:
+        self._socket.setblocking(False)
+        self._socket.bind(f"\0{self.name[1:]}")
+        self._loop.add_reader(self._socket, self._read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if b"READY=1" in self._socket.recv(8192).splitlines() and not self.reported.done():
+                self.reported.set_result(None)
+
 
 MOST_CONNECTING: Final = 4
 """Connections to one host that are made at the same time."""
@@ -68,7 +96,7 @@ class Supervisor:
         self._crew = Crew()
         self._unfinished = set(range(job.workers))  # the ranks of the workers that have not ended well
         self._restarts = Restarts(job.restarts)
-        self._anew = Anew(job)
+        self._job_restarts = JobRestarts(job.restarts, job.replicas, restores=job.restores)
         self._folder = folder
         self._stdin = None if job.stdin is None else StdinCopies(job.stdin, self._on_long_stdin)
 
@@ -220,7 +248,7 @@ class Supervisor:
             code = self._deal_with_ends()
             if code:
                 return code
-            if self._anew.is_due and (failed := await self._begin_anew()) is not None:
+            if self._job_restarts.is_due and (failed := await self._begin_anew()) is not None:
                 return failed
             self._restarts.start_due()
         return ExitCode.OK
@@ -230,7 +258,7 @@ class Supervisor:
         await self._end_crew()
         self._crew.end()
         self._restarts.cancel()
-        await asyncio.wait({self._stop.code}, timeout=self._anew.begin())
+        await asyncio.wait({self._stop.code}, timeout=self._job_restarts.begin())
         if self._stop.code.done():
             return self._stop.code.result()
         self._plan.begin_run()
@@ -248,10 +276,10 @@ class Supervisor:
         ):
             return code
         for index, server in list(self._crew.servers.items()):
-            if not self._anew.is_due and server.exited.done() and (code := self._server_ended(index, server)):
+            if not self._job_restarts.is_due and server.exited.done() and (code := self._server_ended(index, server)):
                 return code
         for rank, worker in list(self._crew.workers.items()):
-            if self._anew.is_due:
+            if self._job_restarts.is_due:
                 return 0
             if worker.exited.done() and (code := self._worker_ended(rank, worker)):
                 return code
@@ -269,7 +297,7 @@ class Supervisor:
     def _server_ended(self, index: int, server: Child) -> int:
         """Deal with the end of a server. The exit code of the job, or 0 if the job continues."""
         self._crew.ended.append(self._crew.servers.pop(index))
-        self._anew.server_ended()
+        self._job_restarts.server_ended()
         code = server.exited.result()
         if self._job.replicas == 1:
             return self._lost(server, ONLY_COPY_LOST)
@@ -290,7 +318,7 @@ class Supervisor:
         code = worker.exited.result()
         if code == ExitCode.OK:
             self._unfinished.discard(rank)
-        elif self._anew.may_have_lost_copies and self._begins_anew(worker, MAY_BE_LOST):
+        elif self._job_restarts.may_have_lost_copies and self._begins_anew(worker, MAY_BE_LOST):
             return 0
         elif not self._is_restarted(worker, lambda: self._start_worker(rank)):
             if not self._goes_on_without(rank, code):
@@ -326,7 +354,7 @@ class Supervisor:
 
     def _begins_anew(self, ended: Child, loss: str) -> bool:
         """Whether the job begins again from its newest snapshot. If so, plans that and says when."""
-        restart = self._anew.plan(ended.ran_s)
+        restart = self._job_restarts.plan(ended.ran_s)
         if restart is None:
             return False
         self._output.show_log_of(ended.name)

@@ -23,7 +23,7 @@ from kvd.parallel.group.parameter_keys import ParameterKeys
 from kvd.parallel.group.parameter_slot import make_slot
 from kvd.parallel.group.parameters import host_arrays, put_on_devices, write_means
 from kvd.parallel.group.table_parameters import TableParameters
-from kvd.transport.frames import INLINE_BELOW_BYTES
+from kvd.transport.links.frames import INLINE_BELOW_BYTES
 
 #: ``"server"``: what comes back is the weight. ``"local"``: it is the merged gradient, and each worker updates.
 Update: TypeAlias = Literal["server", "local"]

@@ -17,8 +17,8 @@ from safetensors.numpy import save
 
 from kvd.errors import NotAllowed
 from kvd.files import read_file
-from kvd.node.atomic_file import write_atomically
-from kvd.node.tensor_file import parse_tensors
+from kvd.node.storage.atomic_file import write_atomically
+from kvd.node.storage.tensor_file import parse_tensors
 from kvd.parallel.batch import BFLOAT16
 from kvd.parallel.device import HostArray
 

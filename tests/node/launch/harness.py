@@ -44,7 +44,7 @@ print("down", os.environ["KVD_NODE_ID"], flush=True)
 WAIT_FOR_SERVERS = """
 import os, time
 while not os.path.exists(up := os.environ["SERVER_IS_UP"]) or os.stat(up).st_size < int(os.environ["KVD_NUM_SERVERS"]):
-    time.sleep(0.01)
+    time.sleep(0.01)  # this program has no kvd
 """
 
 FAKE_SSH = """

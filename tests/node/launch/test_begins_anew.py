@@ -14,16 +14,17 @@ import pytest
 
 from kvd.config import child_environment
 from kvd.node.launch import Job, RestartRule
-from kvd.node.launch.anew import Anew
+from kvd.node.launch.restart_policy import JobRestarts
 from kvd.testing.cluster import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 100
 
 PROGRAM = """
-import hashlib, os, sys, time
+import hashlib, os, sys
 import numpy as np
 import kvd
+from kvd.testing.cluster import wait_until
 folder, dies = sys.argv[1:]
 with kvd.create("dist_sync") as kv:
     value = np.zeros((50, 40), np.float32)
@@ -33,8 +34,8 @@ with kvd.create("dist_sync") as kv:
         if kv.rank == 0:
             with open(os.path.join(folder, "made"), "a") as file:
                 file.write(f"{step} ")
-        while dies == "dies" and step == 8 and not os.path.exists(os.path.join(folder, "died")):
-            time.sleep(0.01)  # until the servers are killed
+        if dies == "dies" and step == 8:
+            wait_until(lambda: os.path.exists(os.path.join(folder, "died")), "the servers are killed")
         rng = np.random.default_rng([step, kv.rank])
         kv.push(["a", "b"], [rng.standard_normal((50, 40)).astype(np.float32) for _ in range(2)])
     values = kv.pull(["a", "b"])
@@ -116,11 +117,15 @@ def job(**given: Any) -> Job:
     return Job(command=["true"], workers=1, servers=2, **given)
 
 
+def restarts_of(of: Job) -> JobRestarts:
+    return JobRestarts(of.restarts, of.replicas, restores=of.restores)
+
+
 def test_only_a_job_that_restores_begins_anew_and_not_more_often_than_told() -> None:
-    assert Anew(job(restarts=RestartRule(3))).plan(1.0) is None
-    assert Anew(job(restarts=RestartRule(3), environment={"KVD_RESTORE": "off"})).plan(1.0) is None
-    assert Anew(job(environment={"KVD_RESTORE": "auto"})).plan(1.0) is None
-    anew = Anew(job(restarts=RestartRule(2), environment={"KVD_RESTORE": "older"}))
+    assert restarts_of(job(restarts=RestartRule(3))).plan(1.0) is None
+    assert restarts_of(job(restarts=RestartRule(3), environment={"KVD_RESTORE": "off"})).plan(1.0) is None
+    assert restarts_of(job(environment={"KVD_RESTORE": "auto"})).plan(1.0) is None
+    anew = restarts_of(job(restarts=RestartRule(2), environment={"KVD_RESTORE": "older"}))
     for delay_s in (0.0, 1.0):
         restart = anew.plan(5.0)
         assert restart is not None
@@ -132,7 +137,7 @@ def test_only_a_job_that_restores_begins_anew_and_not_more_often_than_told() -> 
 
 
 def test_with_two_copies_a_worker_that_fails_after_two_servers_ended_tells_that_values_are_lost() -> None:
-    anew = Anew(job(restarts=RestartRule(2), replicas=2, environment={"KVD_RESTORE": "auto"}))
+    anew = restarts_of(job(restarts=RestartRule(2), replicas=2, environment={"KVD_RESTORE": "auto"}))
     assert not anew.may_have_lost_copies
     anew.server_ended()
     assert not anew.may_have_lost_copies

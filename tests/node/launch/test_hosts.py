@@ -15,9 +15,7 @@ import pytest
 
 from kvd.errors import ConfigError, ConnectError
 from kvd.node.launch import Host, Job, Launch, parse_hosts, run
-from kvd.node.launch.hosts import Place, Placement
-from kvd.node.launch.reach import Reach
-from kvd.node.launch.ssh import on_host
+from kvd.node.launch.hosts import Place, Placement, Reach, on_host
 from kvd.node.launch.supervisor import MOST_CONNECTING
 from kvd.node.remote import Mode
 from kvd.testing.cluster import wait_until

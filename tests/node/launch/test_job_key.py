@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvd.errors import ConfigError
-from kvd.node.keyfiles import new_cluster_key, parse_key, read_key, write_key
+from kvd.node.keys.keyfiles import new_cluster_key, parse_key, read_key, write_key
 from kvd.node.launch import Job, RestartRule, parse_hosts, run
-from kvd.node.launch.job_key import job_key
+from kvd.node.launch.job import job_key
 from tests.node.launch.harness import Lines, python
 
 

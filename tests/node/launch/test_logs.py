@@ -11,8 +11,7 @@ import pytest
 
 from kvd.errors import ConfigError
 from kvd.node.launch import Job, run
-from kvd.node.launch.held_back import KEPT_BYTES, KEPT_LINES, HeldBack
-from kvd.node.launch.log_folder import LogFolder
+from kvd.node.launch.job_output import KEPT_BYTES, KEPT_LINES, HeldBack, LogFolder
 from kvd.observe.log import JsonFormatter
 from tests.node.launch.harness import Lines, shell
 

@@ -143,7 +143,7 @@ def test_tracebacks_of_two_processes_do_not_mix(lines: Harvest) -> None:
     for line in (first, *rest[:-1]):
         for writer in writers:
             writer.write(line)
-        threading.Event().wait(2 * PASS_ON_S)
+        threading.Event().wait(2 * PASS_ON_S)  # time itself
     for writer in writers:
         writer.write(rest[-1])
         writer.end()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvd.node.launch import Job
-from kvd.node.launch.job_key import JobKey
+from kvd.node.launch.job import JobKey
 from kvd.node.launch.output import OutputRelay, Stream, say
 from kvd.node.launch.plan import PARENT_GRACE_S, JobPlan
-from kvd.node.launch.ready_socket import ReadySocket
-from kvd.node.launch.stop_request import NEXT, StopRequest, Urgency
+from kvd.node.launch.signals import NEXT, StopRequest, Urgency
+from kvd.node.launch.supervisor import ReadySocket
 from kvd.node.parent import guarded
 from kvd.node.remote import free_port
 from tests.node.launch.harness import DEADLINE_S, Lines

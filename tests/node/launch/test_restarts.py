@@ -13,7 +13,7 @@ import pytest
 
 from kvd.errors import ConfigError
 from kvd.node.launch import Host, Job, Launch, RestartRule, run
-from kvd.node.launch.restarts import Restart, RestartCount, Restarts
+from kvd.node.launch.restart_policy import Restart, RestartCount, Restarts
 from kvd.testing.cluster import wait_until
 from tests.node.launch.harness import (
     DEADLINE_S,
@@ -173,7 +173,7 @@ class Running:
         code = f"""
             print("here", flush=True)
             while not os.path.exists({str(folder / "go")!r}):
-                time.sleep(0.01)
+                time.sleep(0.01)  # this program has no kvd
         """
         self._folder = folder
         self._lines = lines

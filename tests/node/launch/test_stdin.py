@@ -95,7 +95,7 @@ def test_a_slow_reader_bounds_what_is_read_ahead() -> None:
     try:
         while True:
             written += os.write(write, b"x" * READ_BYTES)
-            threading.Event().wait(0.01)
+            threading.Event().wait(0.01)  # time itself: it reads, or not
             assert written < 10 * READ_BYTES, "it reads although nobody asks for more"
     except BlockingIOError:
         pass

@@ -27,6 +27,9 @@ class Deaths:
 
     Args:
         changed: is told after each change of a state, before the next is judged.
+
+    Attributes:
+        declared: the number of deaths so far, by role.
     """
 
     def __init__(self, roster: Roster, liveness: Liveness, log: Log, changed: Callable[[], None]) -> None:
@@ -34,6 +37,7 @@ class Deaths:
         self._liveness = liveness
         self._log = log
         self._changed = changed
+        self.declared = {"server": 0, "worker": 0}
 
     def process_ended(self, seat: Seat | None, reason: str, now: float, *, may_judge: bool = True) -> None:
         """A server without its process is dead at once; a worker may be started again until its timeout.
@@ -72,6 +76,7 @@ class Deaths:
         is_lost = pushes and (seat.member.state in AFTER_A_LOSS or self._roster.may_lose(seat))
         event = MemberEvent.DROPPED if is_lost else MemberEvent.DECLARED_DEAD
         self._roster.transition(seat, event, reason, self._liveness.silence_s(seat, now))
+        self.declared[seat.member.role] += 1
         self._log("warning", f"{seat.name} {in_words(seat.member.state)}", reason=reason)
         if pushes and self._roster.loses_workers and not is_lost:
             few = "no worker is left" if self._roster.shrinks else "fewer workers than the quorum are left"

@@ -1,0 +1,1 @@
+"""Daemons: the scheduler and the servers as processes."""

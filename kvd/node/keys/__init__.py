@@ -1,0 +1,1 @@
+"""Keys of nodes: their files, and what each of them allows."""

@@ -1,0 +1,1 @@
+"""Files of nodes: the record of a scheduler, tables, and tensors."""

@@ -1,1 +1,0 @@
-"""Readable scripts for a simulated cluster; `script.py` says what they are made of."""

@@ -1,0 +1,1 @@
+"""Limits on peers: how many may connect, how often, and how much memory their messages take."""

@@ -1,0 +1,1 @@
+"""Links: connections between two processes with frames, leases and payloads by reference."""

@@ -1,0 +1,1 @@
+"""Payloads in shared memory: segments, leases on them, and what is offered to peers."""

@@ -1,0 +1,1 @@
+"""ZeroMQ: the connections that every node has to every other one."""
