@@ -420,7 +420,7 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None
         ),
         test_a_list_that_parts_in_flight_leaves_each_key_what_is_in_flight,
     ),
-    "whether a list may run further ahead": (
+    "which keys are in flight": (
         lambda patch: patch.setattr(PushWindow, "holds_back", lambda window, limit: False),
         test_two_calls_on_a_list_are_in_flight_together,
     ),

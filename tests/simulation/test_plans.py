@@ -47,6 +47,7 @@ NOTICED = (
     "singles",
     "singles, nasty",
 )
+NOTICED_BY_READERS = ("watched, uneven, nasty", "watched, uneven")
 NOTICED_BY_LISTS = ("mixed, long pauses", "list training")
 SEEDS = 1  # of each in `make test`
 SOAK_SEEDS = 100
@@ -156,9 +157,6 @@ def first_ones(whole: Whole, sources: Sequence[Any]) -> Gathered:
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "batches that the server does not know": lambda patch: patch.setattr(Transfer, "declare", tell_nobody),
     "request numbers": lambda patch: patch.setattr(Asker, "number", lambda asker: asker.last_request),
-    "steps": lambda patch: patch.setattr(StepCounter, "begin", steps_of_one),
-    "steps that were said": lambda patch: patch.setattr(StepCounter, "queued", nothing),
-    "which keys are in flight": lambda patch: patch.setattr(PushWindow, "holds_back", lambda *arguments: False),
     "retries that are due": lambda patch: patch.setattr(Outbox, "due", lambda *arguments: []),
     "what is due before a small call": lambda patch: patch.setattr(WorkerMachine, "next_deadline", never_due),
     "what concerns those in flight": lambda patch: patch.setattr(KeyQueue, "lets_start", lambda *arguments: True),
@@ -168,6 +166,11 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "clocks of pushes": lambda patch: patch.setattr(
         "kvd.core.worker.transfer.begin_pushes", lambda windows, **how: [window.clock + 1 for window in windows]
     ),
+}
+
+MUTANTS_OF_STEPS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "steps": lambda patch: patch.setattr(StepCounter, "begin", steps_of_one),
+    "steps that were said": lambda patch: patch.setattr(StepCounter, "queued", nothing),
 }
 
 MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -185,12 +188,13 @@ MUTANTS_OF_LISTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     [
         *((name, NOTICED, 2) for name in MUTANTS),
         *((name, NOTICED_BY_LISTS, 2) for name in MUTANTS_OF_LISTS),
+        *((name, NOTICED_BY_READERS, 25) for name in MUTANTS_OF_STEPS),
     ],
 )
 def test_a_broken_plan_is_noticed(
     name: str, campaigns: Sequence[str], seeds: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (MUTANTS | MUTANTS_OF_LISTS)[name](monkeypatch)
+    (MUTANTS | MUTANTS_OF_LISTS | MUTANTS_OF_STEPS)[name](monkeypatch)
 
     def run_all() -> None:
         for seed in range(seeds):
