@@ -104,7 +104,7 @@ TWO_WORKERS = {
     "list of one": Cost(60, 150),
     "copy=False": Cost(62, 150),
     "bind": Cost(250, 153),
-    "torch": Cost(283, 153),
+    "torch": Cost(286, 153),
     "handle and wait": Cost(116, 150),
     MANY: Cost(100, 125),
     "push, then pull": Cost(387, 246),
@@ -169,6 +169,6 @@ def measure(counts: Counts, workers: int, copies: int, limits: dict[str, Cost], 
             barrier.abort()
             raise
 
-    with LocalCluster(workers, copies, replicas=copies, **{"lanes": "auto", **settings}) as cluster:
+    with LocalCluster(workers, copies, replicas=copies, **settings) as cluster:
         cluster.run(program)
     return found

@@ -84,7 +84,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def run(program: Callable[[kvd.KVStore], Any], **settings: Any) -> Sequence[Any]:
-    with LocalCluster(2, settings.get("replicas", 1), lanes="auto", **settings) as cluster:
+    with LocalCluster(2, settings.get("replicas", 1), **settings) as cluster:
         return cluster.run(program)
 
 

@@ -206,7 +206,7 @@ class Shell:
         timer.number += 1
         now = self._clock.now
         timer.tick_at = deadline if deadline > now else now + 0.001  # time goes on, whatever a machine says
-        # Which of two ticks is set first depends on how each machine notes its deadlines, as with lanes and without.
+        # Which of two ticks is set first depends on how each machine notes its deadlines.
         self._clock.at(timer.tick_at, partial(self._tick, process, timer.number), turn=process.machine.incarnation)
 
     def _tick(self, process: Process, number: int) -> None:
