@@ -118,6 +118,8 @@ class GradientPasses:
         self._first_pass = _NO_PASS  # of autograd, in which this one began
         self._unready = 0  # gradients
         self._has_sent = False
+        self._is_in_loop = False  # over steps, each of which sends once
+        self._has_sent_in_step = False  # of that loop
         self._is_ended = True
         self._end_pass = uncompiled(self._pass_ended)
         self._hooks = [_register(slot.parameter, GradientHook(self, slot)) for slot in self.slots]
@@ -140,6 +142,14 @@ class GradientPasses:
             yield
         finally:
             self._is_syncing = before
+
+    def begin_step(self) -> None:
+        """Begin a step of a loop, in which one pass sends gradients."""
+        self._is_in_loop, self._has_sent_in_step = True, False
+
+    def end_loop(self) -> None:
+        """Leave the loop over steps: each pass may send again."""
+        self._is_in_loop = self._has_sent_in_step = False
 
     def step_done(self) -> None:
         """The gradients were used, or set to zero: those that come next belong to another step."""
@@ -213,7 +223,7 @@ class GradientPasses:
     # ── one pass ──
 
     def _begin(self, slot: Slot) -> None:
-        if self.phase is Phase.SENT and not self._repeats:
+        if self._has_sent_in_step or (self.phase is Phase.SENT and not self._repeats):
             raise _sent_twice(slot)
         if self.phase is Phase.FAILED:
             raise _failed()
@@ -250,6 +260,7 @@ class GradientPasses:
     def _send(self, bucket: Bucket) -> None:
         if not self._has_sent:
             self._has_sent = True
+            self._has_sent_in_step = self._is_in_loop
             self._on_first()
         bucket.send(self._backend, self._destination)
 

@@ -286,11 +286,13 @@ class DistributedOptimizer(WrappedOptimizer):
                 if self._state is not None:
                     self._lacks_state = False
                     self._state.begin_step()
+                self._passes.begin_step()
                 yield step
                 self._mode.end_step()
                 if self._state is not None:
                     self._state.end_step()
         finally:
+            self._passes.end_loop()
             close = getattr(loop, "close", None)
             if close is not None:
                 close()

@@ -258,6 +258,30 @@ def test_a_state_is_given_in_any_wait() -> None:
         assert waits.result(60) == 8.0
 
 
+def test_a_notice_names_the_worker_that_nobody_restarts_and_the_remedies(caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **{**SETTINGS, "notice_s": 0.5}) as cluster:
+        zero, one = cluster.open_stores(each=[{"node_id": f"worker-{number}"} for number in range(2)])
+        state = Number(5.0)
+        waits = pool.submit(lambda: list(trains(zero, state)))
+        for step in trains(one, Number(0.0)):
+            if step == 1:
+                break
+        dies(one)
+        wait_until(lambda: [text for text in caplog.messages if "again under the same node id" in text], "a notice")
+        (notice, *_) = [text for text in caplog.messages if "again under the same node id" in text]
+        for part in (
+            "pushpull of 'w' (push 2) has waited",
+            "for worker 1 (",
+            "Start worker 1 again",
+            "--restart N",
+            '"shrink"',
+        ):
+            assert part in notice
+        again = cluster.store(node_id="worker-1", preferred_rank=1)
+        assert pool.submit(lambda: list(trains(again, Number(0.0)))).result(120) == [1, 2, 3]
+        assert waits.result(60) == [0, 1, 2, 3]
+
+
 def test_a_deadlock_is_found_though_states_are_offered() -> None:
     settings = {**SETTINGS, "notice_s": 0.5, "round_timeout_s": 300.0}
     with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, **settings) as cluster:

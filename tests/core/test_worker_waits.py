@@ -186,7 +186,9 @@ def test_a_notice_names_the_process_that_ended_once() -> None:
     worker.wait(11)
     assert worker.logged == [
         "pushpull of 'w' (push 1) has waited 10 s for worker 1 (node worker-1, host b, pid 4242): its process 4242 "
-        "ended, has not pushed 'w' yet"
+        "ended, has not pushed 'w' yet. Start worker 1 again under the same node id, as `kvd launch --restart N` does; "
+        'or start the scheduler with on_worker_loss = "shrink", and the other workers continue without a worker that '
+        "dies"
     ]
 
 

@@ -145,7 +145,7 @@ def work(number: int, total: int, folder: Path, deaths: list[list[str]]) -> None
     for step in optimizer.steps(total, seed=3):
         at = str(step)
         made.append(step)
-        (folder / f"holds-{os.getpid()}").touch()
+        (folder / f"holds-{os.getpid()}").write_text(at)
         time.sleep(pace_s)  # time itself: the pace of the steps
         x, y = batch(step, number)
         come_to("before")
@@ -201,18 +201,21 @@ def main() -> None:
     deaths = deaths if chance is None else []
     running = {start(number, total, folder, deaths): number for number in range(WORKERS)}
     failed = False
-    kill_at = math.inf if chance is None else time.monotonic() + 2.0
+    kill_at = math.inf  # no kill is planned
     try:
         while running:
             pid, status = os.waitpid(-1, 0 if chance is None else os.WNOHANG)
             if not pid:
                 holders = [each for each, number in running.items() if (folder / f"holds-{each}").exists()]
-                if chance is not None and time.monotonic() > kill_at and len(running) == len(holders) == WORKERS:
+                all_hold = len(running) == len(holders) == WORKERS
+                if chance is not None and all_hold and kill_at == math.inf:  # so a slow machine makes steps, too
+                    kill_at = time.monotonic() + chance.uniform(*KILL_EVERY_S)
+                elif chance is not None and all_hold and time.monotonic() > kill_at:
                     for victim in chance.sample(holders, 1 + (chance.random() < 0.2)):
                         os.kill(victim, signal.SIGKILL)
                         (folder / f"killed-{victim}").touch()
                         (folder / f"holds-{victim}").unlink()  # it may be a while until it is reaped
-                    kill_at = time.monotonic() + chance.uniform(*KILL_EVERY_S)
+                    kill_at = math.inf
                 time.sleep(0.01)  # a turn: the next death, or the next end
                 continue
             number = running.pop(pid)

@@ -425,3 +425,39 @@ def test_a_second_optimizer_of_the_servers_is_refused() -> None:
     with pytest.raises(NotAllowed, match=r"Adagrad\(.*LocalSGD\(outer=…\) asks for SGD\("):
         kt.LocalSGD(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), every=2, outer=sgd, store=kv)
     kv.close()
+
+
+def test_a_loop_of_the_store_before_one_that_passes_states_on(kv: kvd.KVStore) -> None:
+    kv.init("warm", torch.zeros(1))
+    for _ in kv.steps(2):
+        kv.push("warm", torch.ones(1))
+    module = model()
+    optimizer = wrapped(module, kv)
+    with refuses(r"a loop over store.steps came before this loop over optimizer.steps"):
+        next(optimizer.steps(2))
+    assert module(X).shape == (4, 2)
+
+
+@pytest.mark.parametrize("where", ["servers", "workers"])
+def test_a_second_backward_in_a_step_of_a_loop(kv: kvd.KVStore, where: str) -> None:
+    """It is refused before anything is sent, and the step ends as if it had not been made."""
+    module = model()
+    optimizer = wrapped(module, kv, where)
+    alone = model()
+    torch_alone = sgd(alone)
+    for step in optimizer.steps(3):
+        optimizer.zero_grad()
+        backward(module)
+        optimizer.step()
+        if step == 1:
+            with refuses(r"a second gradient in this step.*no_sync"):
+                backward(module)
+        torch_alone.zero_grad()
+        backward(alone)
+        torch_alone.step()
+    for each, stepped in ((module, optimizer), (alone, torch_alone)):  # after the loop
+        stepped.zero_grad()
+        backward(each)
+        stepped.step()
+    for mine, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)

@@ -110,6 +110,7 @@ class Healing:
         self._holder: StateHolder | None = None
         self._made: int | None = None  # the state is that after so many steps; None: it is not one that others need
         self._goes_on_at: int | None = None  # the number of the step that needs no other state than there is
+        self._loops = 0  # begun here
         self._snapshot: StoredSnapshot | None = None  # that the store was restored from, until a loop begins
         self._is_restored = False  # that snapshot has the state of a program
 
@@ -217,7 +218,7 @@ class Healing:
             restored: the program has loaded the state after the steps of the snapshot that the store was restored from.
 
         Raises:
-            NotAllowed: wrong arguments; or there is no holder.
+            NotAllowed: wrong arguments; there is no holder; or the store had another loop before.
         """
         if self._holder is None or keys is None:
             raise NotAllowed("a loop that passes states on needs a state, and the keys that each step pushes")
@@ -227,6 +228,13 @@ class Healing:
 
     def _iterate(self, iteration: Steps) -> Iterator[int]:
         assert self._holder is not None
+        if self._steps.begun_loops != self._loops:
+            raise NotAllowed(
+                "a loop over store.steps came before this loop over optimizer.steps. A restarted worker skips its "
+                "steps, and no other worker counts what they have changed: make all loops of this store with "
+                'optimizer.steps, or give the other loop a store of its own: kvd.create("dist_sync", job="other")'
+            )
+        self._loops += 1
         if self._passing is not None:
             self._passing.attend(self._holder)
         try:

@@ -162,6 +162,11 @@ class ProgramSteps:
         return self._loops.restored_steps
 
     @property
+    def begun_loops(self) -> int:
+        """See `StepLoops.begun_loops`."""
+        return self._loops.begun_loops
+
+    @property
     def is_before_restored(self) -> bool:
         """See `StepLoops.is_before_restored`."""
         return self._loops.is_before_restored

@@ -20,7 +20,7 @@ from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
 from kvd.core.server.groups import forget_state
 from kvd.core.server.keys import KeyTable
-from kvd.core.server.participants import Participants
+from kvd.core.server.participants import REMEDIES, Participants
 from kvd.core.server.progress import PushRequest
 from kvd.core.server.records import Records
 from kvd.core.server.waiting import Waiters
@@ -275,7 +275,7 @@ class Deletions:
     def _refuse(self, waiting: _Waiting, key: str, lost: list[int]) -> None:
         nodes = tuple(NodeName("worker", rank) for rank in lost)
         names = ", ".join(name_of(*node) for node in nodes)
-        text = f"the deletion of key {key!r} waits for {names}, which died: restart it under its node id"
+        text = f"the deletion of key {key!r} waits for {names}, which died: {REMEDIES}"
         last_seen_s = self._participants.dead[lost[0]]
         request = waiting.push.number
         refusal = Refused(request, ErrorCode.NODE_LOST, text, key, nodes=nodes, last_seen_s=last_seen_s)

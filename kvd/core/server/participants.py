@@ -8,6 +8,11 @@ from kvd.core.server.rounds import SliceLog
 from kvd.core.server.waiting import Waiters
 from kvd.protocol.messages import ErrorCode, NodeName, Refused
 
+REMEDIES = (
+    'start it again under its node id. If the scheduler and the servers have on_worker_loss = "wait", the others wait '
+    'for that, as with `kvd launch --restart N`; if the scheduler has "shrink", they continue without it'
+)  # for a worker that died, where on_worker_loss is "fail"
+
 
 class Participants:
     """The ranks that a round waits for, and which of them are dead.
@@ -99,7 +104,7 @@ class Participants:
         waiting, group.waiting = group.waiting, []
         nodes = tuple(NodeName("worker", rank) for rank in lost)
         names = ", ".join(name_of(*node) for node in nodes)
-        text = f"key {group.key!r} waits for {names}, which died: restart it under its node id"
+        text = f"key {group.key!r} waits for {names}, which died: {REMEDIES}"
         last_seen_s = self.dead[lost[0]]
         for entry in waiting:
             request = entry.pending.request

@@ -48,7 +48,10 @@ class Explainer:
 
     def notice(self, call: InFlight, entries: Sequence[Entry], now: float) -> str:
         """For the log."""
-        return f"{title_of(call)} has waited {_seconds(now - call.begun)} s for {self.reason(entries, now).text}"
+        reason = self.reason(entries, now)
+        text = f"{title_of(call)} has waited {_seconds(now - call.begun)} s for {reason.text}"
+        dead = [name for name in reason.nodes if self._is_dead_worker(name)]
+        return f"{text}. {_remedies(dead)}" if dead else text
 
     def timeout_error(self, call: InFlight, reason: Reason, now: float) -> RequestTimeout:
         """What the caller is told at the deadline: whether anything of the call was sent, and whom it waits for."""
@@ -115,6 +118,15 @@ class Explainer:
 
     # ── how a node is ──
 
+    def _is_dead_worker(self, name: str) -> bool:
+        """Return whether the process of this node, a worker, has ended or is silent for too long."""
+        role, _, rank = name.rpartition(" ")
+        member = self._view.members.get((role, int(rank))) if role == "worker" else None
+        if member is None or member.state is not MemberState.ACTIVE:
+            return member is not None and member.state is MemberState.DEAD
+        known = self._holds.fact(role, member.rank)
+        return known is not None and bool(known.fact.ended)
+
     def _of_name(self, name: str, now: float) -> str:
         role, _, rank = name.rpartition(" ")
         return self._node(role, int(rank), now)
@@ -171,6 +183,15 @@ class Explainer:
 def _seconds(duration_s: float) -> str:
     """Three digits, or all of a whole number: "0.41", "12.3", "1800"."""
     return f"{duration_s:.3g}" if duration_s < 100 else f"{duration_s:.0f}"
+
+
+def _remedies(dead: Sequence[str]) -> str:
+    """Return what ends a wait for workers that died."""
+    names = ", ".join(dead[:MAX_NAMED]) + (f" and {len(dead) - MAX_NAMED} more" if len(dead) > MAX_NAMED else "")
+    return (
+        f"Start {names} again under the same node id, as `kvd launch --restart N` does; or start the scheduler with "
+        f'on_worker_loss = "shrink", and the other workers continue without a worker that dies'
+    )
 
 
 def _not_done(blocked: Blocked, clock: int) -> str:
