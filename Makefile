@@ -17,9 +17,9 @@ CLUSTER_TESTS := tests/cli tests/client tests/compat tests/conformance tests/doc
 unexport PYTHONDONTWRITEBYTECODE
 
 # They run side by side: with two threads each, NumPy's and torch's would wait for each other in loops.
-test quick test-insecure test-integrations test-without-lanes soak: export OMP_NUM_THREADS = 1
+test quick test-insecure test-integrations soak: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test quick test-insecure test-integrations test-without-lanes lint docs bench soak clean
+.PHONY: demo test quick test-insecure test-integrations lint docs bench soak clean
 
 $(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -38,7 +38,7 @@ $(INTEGRATIONS): $(DEV)
 demo: $(BASE)
 	$(BIN)/kvd demo
 
-# Three runs of pytest and one of coverage, each after the others whatever came of them. What failed stands at the end.
+# Two runs of pytest and one of coverage, each after the others whatever came of them. What failed stands at the end.
 test: $(DEV)
 	$(BIN)/python -m tests.phases --workers $(WORKERS)
 
@@ -49,9 +49,6 @@ quick: $(DEV)
 # What makes clusters, without keys; tests that are about keys have them.
 test-insecure: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-insecure $(CLUSTER_TESTS)
-
-test-without-lanes: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --kvd-lanes off $(CLUSTER_TESTS)
 
 lint: $(DEV) docs
 	$(BIN)/ruff format --check .

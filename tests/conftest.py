@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from kvd.node.keys.keyfiles import new_cluster_key, write_key
 from kvd.testing.cluster import PATHS, LocalCluster
-from tests.environments import LANES, WITHOUT_KEYS
+from tests.environments import WITHOUT_KEYS
 from tests.phases import FAILURES_OPTION
 
 settings.register_profile("kvd", deadline=None)  # how long an example takes says how busy the machine is
@@ -34,17 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         FAILURES_OPTION, type=Path, metavar="FILE", help="write the names of the tests that fail to this file"
     )
     parser.addoption("--kvd-insecure", action="store_true", help="tests that are not about keys use none")
-    parser.addoption(
-        "--kvd-lanes", choices=("auto", "off"), default="auto", help="the setting `lanes` of tests that do not name one"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported: modules are no garbage, and looking for some takes a quarter of the time
     LocalCluster.default_path = config.getoption("--kvd-path")
-    LocalCluster.default_lanes = config.getoption("--kvd-lanes")
-    if LocalCluster.default_lanes != "auto":
-        os.environ[LANES] = LocalCluster.default_lanes
     _make_keys(config)
     # A background job of a shell ignores SIGINT, a program under nohup SIGHUP, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

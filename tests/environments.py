@@ -7,13 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_KEYS = "KVD_INSECURE"
-LANES = "KVD_LANES"
 
 
 def without_settings(**more: str) -> dict[str, str]:
-    """The variables of a process that finds this checkout and has no settings of kvd, except those of the tests'
-    options `--kvd-insecure` and `--kvd-lanes`."""
-    kept = {name: value for name, value in os.environ.items() if name in (WITHOUT_KEYS, LANES) or not is_setting(name)}
+    """The variables of a process that finds this checkout and has no settings of kvd, except that of the option
+    `--kvd-insecure` of the tests."""
+    kept = {name: value for name, value in os.environ.items() if name == WITHOUT_KEYS or not is_setting(name)}
     return {**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", **more}
 
 

@@ -35,39 +35,6 @@ QUICK: Final = (
 )
 """The tests that find most for their time: the machines, seeds that once failed, the order of the house, a cluster."""
 
-REPEATED: Final = tuple(
-    f"tests/client/test_{name}.py"
-    for name in [
-        "aio",
-        "broadcast",
-        "cast",
-        "cluster",
-        "compression",
-        "copy_false",
-        "delay_compensation",
-        "delete",
-        "elastic",
-        "exchange",
-        "handles",
-        "large_lists",
-        "merge_per_key",
-        "optimizer",
-        "refused_pushes",
-        "repeated_keys",
-        "rounds",
-        "row_gradients",
-        "staleness",
-        "steps_shared",
-        "tables_cluster",
-        "values",
-        "waits",
-        "weighted",
-        "whole_keys",
-    ]
-)
-"""Tests of operations that a cluster repeats, where the lanes apply. They return the same without. The target
-`test-without-lanes` of the Makefile runs all tests with clusters so."""
-
 INTERRUPTED: Final = 2
 """The exit code of a pytest that Ctrl-C ended."""
 
@@ -107,7 +74,6 @@ def phases(workers: str) -> list[Phase]:
         Phase("the core and the protocol", [*python, "-n", "auto", *covered, *left, *CORE]),
         Phase("the coverage of the core and the protocol", report, is_pytest=False),
         Phase("all other tests", [*pytest, "--durations=40", *others, *EXHAUSTIVE]),
-        Phase("repeated operations without lanes", [*pytest, "--kvd-lanes", "off", *REPEATED]),
     ]
 
 

@@ -167,12 +167,6 @@ class Config:
         choices=("auto", "off", "always"),
         used_by=("server", "worker"),
     )
-    lanes: str = declare(
-        "auto",
-        "faster paths through a worker for repeated operations; results and messages stay the same",
-        choices=("auto", "off"),
-        used_by=("worker",),
-    )
     check_bound: bool = declare(
         False, "report writes to gradients of kv.bind before their push is done", used_by=("worker",)
     )

@@ -15,13 +15,14 @@ from enum import StrEnum, auto
 from heapq import heappop, heappush
 from typing import Any
 
-from kvd.core.machine import Buffer, Peer, Received, Send
+from kvd.core.machine import Buffer, Peer, Received, Send, Span
 from kvd.protocol.messages import SMALL_PUSH_BYTES, SliceId
 
 RETRY_FIRST_S = 2.0
 RETRY_LIMIT_S = 15.0
 RETRY_SOON_S = 0.05
 RETRY_SOON_LIMIT = 20  # the pauses between retries grow so far
+NEVER_SENT = float("-inf")
 
 
 class EntryState(StrEnum):
@@ -43,35 +44,94 @@ ENTRY_TRANSITIONS: dict[EntryState, frozenset[EntryState]] = {
 QUEUED, SENT, STAGED, SETTLED = EntryState  # the hot path compares: one look-up instead of two
 
 
-@dataclass(slots=True, eq=False)
 class Entry:
     """One request, from `add` until it is answered.
+
+    Its message is made when somebody needs it first: a shell may have sent the same bytes from a frame of its own.
+
+    Args:
+        send: the message, the same in every retry. None: `make` makes it.
+        answered: takes the answer.
+        nbytes: of the payload: the part of the credit that it takes.
+        pushes: the slices that it pushes.
+        topic: what it is about, for the part that made it.
+        call: the call that it belongs to; it is one of its `entries` until it is settled. None: it stands alone.
+        peer, request: of a message that is not made yet.
+
+    Attributes:
+        peer: the node that it goes to; another one after `Outbox.redirect`.
+        request: the number of its message.
+        is_small: a push without credit, which no Staged answers unless a probe asks for it.
+        blocked: earlier pushes of its slices that are not sent yet.
+        followers: later pushes that this one blocks.
+        sent_at: when it was sent to its peer the first time.
 
     Invariants:
         It holds credit (`nbytes`) exactly while it is SENT.
         It is in its peer's queue exactly while it is QUEUED and `blocked` is 0.
     """
 
-    send: Send  # the same in every retry; to another peer after `Outbox.redirect`
-    answered: Callable[[Received], None]  # takes its answer
-    nbytes: int = 0  # of the payload: what it takes of the credit
-    priority: int = 0
-    pushes: tuple[SliceId, ...] = ()  # the slices that it pushes
-    topic: Any = None  # what it is about, for the part that made it
-    siblings: set[Entry] | None = None  # the open requests of its call; it is one of them until it is settled
-    request: int = 0  # the number of its message, set by `add`
-    is_small: bool = False  # a push without credit, which no Staged answers unless it is asked for
-    state: EntryState = QUEUED
-    blocked: int = 0  # earlier pushes of its slices that are not sent yet
-    followers: list[Entry] = field(default_factory=list)  # later pushes that this one blocks
-    attempts: int = 0
-    retry_at: float = 0.0
-    sent_at: float = float("-inf")  # to its peer, the first time
+    # What an instance does not set, the class has.
+    is_small = False
+    blocked = 0
+    followers: Sequence[Entry] = ()
+    attempts = 0
+    retry_at = 0.0
+    sent_at = NEVER_SENT
+
+    def __init__(
+        self,
+        send: Send | None,
+        answered: Callable[[Received], None],
+        nbytes: int = 0,
+        priority: int = 0,
+        pushes: tuple[SliceId, ...] = (),
+        topic: Any = None,
+        call: Any = None,
+        peer: Peer | None = None,
+        request: int = 0,
+        make: Callable[[Entry], Send] | None = None,
+        *,
+        state: EntryState = QUEUED,
+    ) -> None:
+        if send is not None:
+            message: Any = send.message
+            peer, request = send.peer, message.request
+        assert peer is not None
+        self._send = send
+        self._make = make
+        self.peer: Peer = peer
+        self.request = request
+        self.answered = answered
+        self.nbytes = nbytes
+        self.priority = priority
+        self.pushes = pushes
+        self.topic = topic
+        self.call = call
+        self.state = state
+
+    @property
+    def send(self) -> Send:
+        """The message to its peer."""
+        if self._send is None:
+            assert self._make is not None
+            self._send = self._make(self)
+        return self._send
+
+    def send_to(self, peer: Peer) -> None:
+        """Address another peer."""
+        self.peer = peer
+        if self._send is not None:
+            self._send = self._send._replace(peer=peer)
+
+    def replace_payload(self, payload: tuple[Span, ...]) -> None:
+        """Send these bytes from now on, which are the same."""
+        self._send = self.send._replace(payload=payload)
 
     @property
     def was_sent(self) -> bool:
         """Whether it has left this node, to whichever peer."""
-        return self.sent_at > float("-inf")
+        return self.sent_at > NEVER_SENT
 
     def move_to(self, state: EntryState) -> None:
         """Changes the state, as ENTRY_TRANSITIONS allows."""
@@ -99,43 +159,60 @@ class Outbox:
     Attributes:
         unstaged: the pushes whose bytes may not have arrived.
         activity: grows whenever a request is added or settled.
+        open: the requests that are not settled, by number. Only the outbox changes it.
+        queued: requests in the queues of peers, some of which may be settled: without any, `pump` has nothing to send.
         credit_bytes, small_push_bytes: as they were given.
     """
 
     def __init__(self, credit_bytes: int, small_push_bytes: int = SMALL_PUSH_BYTES) -> None:
         self.unstaged = 0
         self.activity = 0
+        self.queued = 0
+        self.open: dict[int, Entry] = {}
         self.credit_bytes = credit_bytes
         self.small_push_bytes = small_push_bytes
         self._asks_staged = False  # a call waits until all pushes are staged
         self._queues: dict[Peer, _PeerQueue] = {}
-        self._entries: dict[int, Entry] = {}
         self._tails: dict[SliceId, Entry] = {}  # the last unsent push of a slice
         self._retries: list[tuple[float, int]] = []  # a heap of times and requests
         self._missed: set[int] = set()  # requests that a peer cannot take yet, or does not have: sent whole next
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.open)
 
     def entries(self) -> Iterator[Entry]:
-        return iter(list(self._entries.values()))
+        return iter(list(self.open.values()))
 
     def find(self, request: int) -> Entry | None:
-        return self._entries.get(request)
+        return self.open.get(request)
 
-    def add(self, entry: Entry) -> None:
-        """Queues a request; a push behind the earlier pushes of its slices. Requests are numbered in this order."""
-        message: Any = entry.send.message
-        request: int = message.request
-        entry.request = request
+    def add(self, entry: Entry, leaves_at: float | None = None) -> None:
+        """Queues a request; a push behind the earlier pushes of its slices. Requests are numbered in this order.
+
+        Args:
+            leaves_at: the present time, if the caller sends its bytes: it is SENT afterwards, unless others leave
+                before it or it waits for credit.
+        """
         self.activity += 1
-        self._entries[request] = entry
-        if entry.siblings is not None:
-            entry.siblings.add(entry)
+        self.open[entry.request] = entry
+        if entry.call is not None:
+            entry.call.entries.add(entry)
         if entry.pushes:
             self.unstaged += 1
             if entry.nbytes <= self.small_push_bytes:
                 entry.is_small, entry.nbytes = True, 0
+        if leaves_at is not None and not self._asks_staged:
+            queue = self._queues.get(entry.peer)
+            if queue is None:
+                queue = self._queues[entry.peer] = _PeerQueue(self.credit_bytes)
+            has_credit = not queue.in_flight or queue.in_flight + entry.nbytes <= queue.credit
+            if has_credit and not queue.ready:  # so no earlier push of its slices waits
+                queue.in_flight += entry.nbytes
+                entry.state = SENT
+                entry.sent_at = leaves_at
+                entry.retry_at = at = leaves_at + RETRY_FIRST_S
+                heappush(self._retries, (at, entry.request))
+                return
         self._enqueue(entry)
 
     def pump(self, now: float) -> list[Send]:
@@ -147,6 +224,7 @@ class Outbox:
                 queued = entry.state is QUEUED
                 if queued and queue.in_flight and queue.in_flight + entry.nbytes > queue.credit:
                     break
+                self.queued -= 1
                 heappop(queue.ready)  # before it is sent: that may put its followers in front of it
                 if queued:
                     queue.in_flight += entry.nbytes
@@ -155,24 +233,10 @@ class Outbox:
                         sends.append(_probe(entry))
         return sends
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether any request that takes no credit would leave at once, and no probe with it."""
-        if self._asks_staged:
-            return False
-        for queue in self._queues.values() if self._entries else ():
-            if queue.ready or queue.in_flight > queue.credit:
-                return False
-        return True
-
-    def in_order(self, sends: Sequence[Send]) -> list[Send]:
-        """The sends as `pump` would give them, if all had the same priority: peer by peer."""
-        return [send for peer in self._queues for send in sends if send.peer == peer]
-
     def ask_staged(self) -> list[Send]:
         """Probes for the small pushes in flight. From now on each small push gets one, until `stop_asking_staged`."""
         self._asks_staged = True
-        return [_probe(entry) for entry in self._entries.values() if entry.is_small and entry.state is SENT]
+        return [_probe(entry) for entry in self.open.values() if entry.is_small and entry.state is SENT]
 
     def stop_asking_staged(self) -> None:
         self._asks_staged = False
@@ -187,20 +251,25 @@ class Outbox:
 
     def settle(self, entry: Entry) -> None:
         """The request is answered, or given up. Nothing happens if it was before."""
-        if entry.state is SETTLED:
+        state = entry.state
+        if state is SETTLED:
             return
-        if entry.state is QUEUED:
+        if state is QUEUED:
             self._leave_queue(entry)
-            if entry.pushes:
-                self.unstaged -= 1
-        elif entry.state is SENT:
-            self._return_credit(entry)
-        entry.move_to(SETTLED)
+        elif state is SENT:
+            self._queues[entry.peer].in_flight -= entry.nbytes
+        if entry.pushes and state is not STAGED:
+            self.unstaged -= 1
+        entry.state = SETTLED
         self.activity += 1
-        self._entries.pop(entry.request, None)
-        self._missed.discard(entry.request)
-        if entry.siblings is not None:
-            entry.siblings.discard(entry)
+        self.open.pop(entry.request, None)
+        retries = self._retries
+        while retries and retries[0][1] not in self.open:  # mostly its own: requests are answered in their order
+            heappop(retries)
+        if self._missed:
+            self._missed.discard(entry.request)
+        if entry.call is not None:
+            entry.call.entries.discard(entry)
 
     def settle_all(self) -> None:
         """Gives everything up: this node sends nothing more."""
@@ -218,20 +287,21 @@ class Outbox:
             The requests that have another peer now.
         """
         moved = []
-        for entry in self._entries.values():
+        for entry in self.open.values():
             peer = peer_for(entry)
-            if peer != entry.send.peer:
+            if peer != entry.peer:
                 self._take_back(entry)
-                entry.send = entry.send._replace(peer=peer)
+                entry.send_to(peer)
                 moved.append(entry)
         if moved:
             self.activity += 1
             self._tails.clear()
             for queue in self._queues.values():
                 queue.ready.clear()
-            for entry in self._entries.values():
+            self.queued = 0
+            for entry in self.open.values():
                 if entry.state is QUEUED:
-                    entry.blocked, entry.followers = 0, []
+                    entry.blocked, entry.followers = 0, ()
                     self._enqueue(entry)
         return moved
 
@@ -243,7 +313,7 @@ class Outbox:
         """
         if entry.state is STAGED:
             entry.move_to(SENT)
-            self._queues[entry.send.peer].in_flight += entry.nbytes
+            self._queues[entry.peer].in_flight += entry.nbytes
             if entry.pushes:
                 self.unstaged += 1
         entry.attempts += 1
@@ -257,7 +327,7 @@ class Outbox:
         sends = []
         while self._retries and self._retries[0][0] <= now:
             at, request = heappop(self._retries)
-            entry = self._entries.get(request)
+            entry = self.open.get(request)
             if entry is None or entry.retry_at != at or entry.state is QUEUED:
                 continue
             entry.attempts += 1
@@ -279,17 +349,17 @@ class Outbox:
 
     def replace_sources(self, copies: Mapping[int, Buffer]) -> None:
         """From now on what lay in the buffer with this `id` is sent from its copy."""
-        for entry in self._entries.values():
+        for entry in self.open.values():
             payload = entry.send.payload
             if any(id(span.buffer) in copies for span in payload):
                 spans = [span._replace(buffer=copies.get(id(span.buffer), span.buffer)) for span in payload]
-                entry.send = entry.send._replace(payload=tuple(spans))
+                entry.replace_payload(tuple(spans))
 
     def next_deadline(self) -> float | None:
         """When the next retry is due."""
         while self._retries:
             at, request = self._retries[0]
-            entry = self._entries.get(request)
+            entry = self.open.get(request)
             if entry is not None and entry.retry_at == at:
                 return at
             heappop(self._retries)
@@ -306,17 +376,19 @@ class Outbox:
         ready = {request for queue in self._queues.values() for _, request, _ in queue.ready}
         retries = set(self._retries)
         unstaged = 0
-        for request, entry in self._entries.items():
+        for request, entry in self.open.items():
             state = entry.state
             assert state is not SETTLED, f"request {request} is settled, but still open"
             assert (request in ready) == (state is QUEUED and not entry.blocked), (
                 f"request {request} is {state}: {ready}"
             )
-            assert entry.siblings is None or entry in entry.siblings, f"the call of request {request} lost it"
+            assert entry.call is None or entry in entry.call.entries, f"the call of request {request} lost it"
             assert state is QUEUED or (entry.retry_at, request) in retries, f"request {request} is never sent again"
             unstaged += bool(entry.pushes) and state is not STAGED
             if state is SENT:
-                in_flight[entry.send.peer] += entry.nbytes
+                in_flight[entry.peer] += entry.nbytes
+        queued = sum(len(queue.ready) for queue in self._queues.values())
+        assert queued == self.queued, f"{queued} requests are in queues, {self.queued} are counted"
         assert unstaged == self.unstaged, f"{unstaged} pushes are not staged, {self.unstaged} are counted"
         for peer, queue in self._queues.items():
             assert queue.in_flight == in_flight[peer], f"{in_flight[peer]} bytes are in flight: {queue}"
@@ -328,22 +400,18 @@ class Outbox:
         for slice_id in entry.pushes:
             earlier = self._tails.get(slice_id)
             if earlier is not None:
-                earlier.followers.append(entry)
+                earlier.followers = [*earlier.followers, entry]
                 entry.blocked += 1
             self._tails[slice_id] = entry
-        if entry.blocked:
-            return
-        queue = self._queues.get(entry.send.peer)  # as in `_make_ready`, without a call
-        if queue is None:
-            queue = self._queues[entry.send.peer] = _PeerQueue(self.credit_bytes)
-        heappush(queue.ready, (-entry.priority, entry.request, entry))
+        if not entry.blocked:
+            self._make_ready(entry)
 
     def _take_back(self, entry: Entry) -> None:
         """Whatever its peer has of the request does not count."""
         if entry.state is QUEUED:
             return
         if entry.state is SENT:
-            self._queues[entry.send.peer].in_flight -= entry.nbytes
+            self._queues[entry.peer].in_flight -= entry.nbytes
         elif entry.pushes:
             self.unstaged += 1
         entry.move_to(QUEUED)
@@ -351,16 +419,19 @@ class Outbox:
         self._missed.discard(entry.request)
 
     def _make_ready(self, entry: Entry) -> None:
-        queue = self._queues.get(entry.send.peer)
+        queue = self._queues.get(entry.peer)
         if queue is None:
-            queue = self._queues[entry.send.peer] = _PeerQueue(self.credit_bytes)
+            queue = self._queues[entry.peer] = _PeerQueue(self.credit_bytes)
+        self.queued += 1
         heappush(queue.ready, (-entry.priority, entry.request, entry))
 
     def _sent(self, entry: Entry, now: float) -> Send:
-        entry.move_to(SENT)
+        """A request that was QUEUED leaves."""
+        entry.state = SENT
         entry.sent_at = now
         self._leave_queue(entry)
-        self._retry_at(entry, now + RETRY_FIRST_S)
+        entry.retry_at = at = now + RETRY_FIRST_S
+        heappush(self._retries, (at, entry.request))
         return entry.send
 
     def _leave_queue(self, entry: Entry) -> None:
@@ -373,10 +444,10 @@ class Outbox:
                 follower.blocked -= 1
                 if follower.blocked == 0 and follower.state is QUEUED:
                     self._make_ready(follower)
-            entry.followers = []
+            entry.followers = ()
 
     def _return_credit(self, entry: Entry) -> None:
-        self._queues[entry.send.peer].in_flight -= entry.nbytes
+        self._queues[entry.peer].in_flight -= entry.nbytes
         if entry.pushes:
             self.unstaged -= 1
 
@@ -388,4 +459,4 @@ class Outbox:
 def _probe(entry: Entry) -> Send:
     """Asks what became of a push, without its bytes."""
     message: Any = entry.send.message
-    return Send(entry.send.peer, replace(message, probe=True))
+    return Send(entry.peer, replace(message, probe=True))

@@ -207,8 +207,9 @@ def write_values(values: Values, sender: int, epoch: Epoch, run: int) -> bytes |
     return values_header(sender, epoch, run, values.request, values.versions[0])
 
 
-def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
-    """Decode epoch, run and request of an answer that `write_values` wrote. Returns None for any other header."""
+def read_values(header: bytes) -> tuple[Epoch, int, int, int] | None:
+    """Decode epoch, run, request and version of an answer that `write_values` wrote. Returns None for any other
+    header."""
     # fmt: off
     (
         marker, version, kind, w1, sender, w2, generation, w3, change, w4, run, w5, request,
@@ -225,7 +226,7 @@ def read_values(header: bytes) -> tuple[Epoch, int, int] | None:
         and max(sender, generation, change, run, request, pulled) <= BIGGEST
     ):
         return None
-    return Epoch(generation, change), run, request
+    return Epoch(generation, change), run, request, pulled
 
 
 def put_values_head(buffer: bytearray, at: int, sender: int, epoch: Epoch, run: int, request: int) -> None:

@@ -160,12 +160,10 @@ class LocalCluster:
     Attributes:
         default_path: the path of clusters that name none.
         default_insecure: whether clusters that do not say so use no keys.
-        default_lanes: the setting `lanes` of clusters that do not say so.
     """
 
     default_path: ClassVar[PathName] = "shm"
     default_insecure: ClassVar[bool] = False
-    default_lanes: ClassVar[str] = "auto"
 
     def __init__(
         self,
@@ -185,7 +183,6 @@ class LocalCluster:
             "heartbeat_interval_s": 0.2,
             "request_timeout_s": 60.0,
             "join_timeout_s": 60.0,
-            "lanes": self.default_lanes,
             "run": secrets.token_hex(8),  # all stores are workers of one start of a program
             **settings,
         }

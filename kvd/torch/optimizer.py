@@ -125,9 +125,10 @@ class DistributedOptimizer(WrappedOptimizer):
         if merged is not None:
             merged.make_keys(self.store)
         # The keys of where="workers" hold weights until the first step only.
-        self._lacks_state = where == "workers" and self._is_under_way(parameters.trained[0][0])
+        self._lacks_state = where == "workers" and self._is_under_way(parameters.trained)
         if not self._lacks_state:
             self._load(named)
+            self._lacks_state = where == "workers" and self._is_under_way(parameters.trained)  # by now
         divided = divide(parameters.trained, first_bytes=first_bucket_bytes, most_bytes=bucket_bytes)
         buckets = [Bucket(slots, -slots[-1].number, also if slots is divided[-1] else None) for slots in divided]
         for bucket in buckets:
@@ -167,12 +168,16 @@ class DistributedOptimizer(WrappedOptimizer):
             name, size = also
             self.store.init(name, np.zeros(size, np.int32), merge="sum")
 
-    def _is_under_way(self, key: str) -> bool:
-        """Whether others may have made steps, or a snapshot was restored, so that the keys hold merged gradients."""
+    def _is_under_way(self, trained: Sequence[Named]) -> bool:
+        """Whether others may have made steps, or a snapshot was restored, so that the keys hold merged gradients.
+
+        In the first step, the parameters of the last layers usually have gradients first.
+        """
         backend = backend_of(self.store)
         if self.store.restarted or backend.steps.restored_steps:
             return True
-        return int(backend.rounds.version(key).wait()) > 0
+        ends = [backend.rounds.version(name) for name in {trained[0][0]: None, trained[-1][0]: None}]
+        return any(int(version.wait()) > 0 for version in ends)
 
     def _load(self, named: Sequence[Named]) -> None:
         """Give the parameters the values of their keys."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from kvd.client.cluster.prepared_calls import MOST_PREPARED, MOST_PREPARED_BYTES, PreparedCalls
+from typing import Any
+
+from kvd.client.cluster.small_frames import MOST_PREPARED, MOST_PREPARED_BYTES, PreparedCalls
 
 
 def test_beyond_a_number_all_are_prepared_again() -> None:
-    calls: PreparedCalls[int] = PreparedCalls()
+    calls: Any = PreparedCalls()
     for number in range(MOST_PREPARED):
         calls.keep(str(number), number, 1)
     assert len(calls.by_key) == MOST_PREPARED
@@ -15,7 +17,7 @@ def test_beyond_a_number_all_are_prepared_again() -> None:
 
 
 def test_beyond_some_memory_too() -> None:
-    calls: PreparedCalls[int] = PreparedCalls()
+    calls: Any = PreparedCalls()
     most = 128 << 10
     for number in range(MOST_PREPARED_BYTES // most):
         calls.keep(number, number, most)
@@ -25,7 +27,7 @@ def test_beyond_some_memory_too() -> None:
 
 
 def test_what_was_dropped_counts_until_all_are() -> None:
-    calls: PreparedCalls[int] = PreparedCalls()
+    calls: Any = PreparedCalls()
     for _ in range(2):
         calls.keep("a", 1, MOST_PREPARED_BYTES // 2)
         calls.drop("a")

@@ -214,7 +214,7 @@ STRIDES = {"pushpull": 3, "handle": 5, "pushpull_list": 29}  # of bytecodes, of 
 
 @pytest.fixture(scope="module")
 def calls() -> Iterator[Calls]:
-    with LocalCluster(1, 1, lanes="auto") as cluster:
+    with LocalCluster(1, 1) as cluster:
         store = cluster.store()
         yield Calls(store)
         store.close()

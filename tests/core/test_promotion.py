@@ -88,6 +88,24 @@ def test_the_backup_goes_on_where_the_leader_was(optimizer: Any) -> None:
     assert value.tolist() == ([4, 4] if optimizer is None else [-4, -3])
 
 
+def test_rounds_of_the_leader_before_are_not_counted_as_steps_of_this_one() -> None:
+    """They would make the usual time of a step a few milliseconds, and each slow step a standstill."""
+    run = ready()
+    run.tick()
+    for clock in range(1, 41):
+        for rank in (0, 1):
+            run.push(rank, clock, ONE)
+    fail_over(run)
+    run.tick()
+    report: Any = run.nodes[B].machine.explain(run.now)
+    assert (report["step"], report["rounds"], report["usual_step_s"], report["steps_per_s"]) == (40, 0, None, 0.0)
+    for rank in (0, 1):
+        run.push(rank, 41, ONE, at=B)
+    run.tick()
+    report = run.nodes[B].machine.explain(run.now)
+    assert (report["rounds"], report["usual_step_s"]) == (1, 3.0)
+
+
 def test_a_push_that_was_answered_counts_once_when_it_comes_again() -> None:
     run = ready()
     for rank, request in ((0, 501), (1, 502)):

@@ -10,7 +10,7 @@ from kvd.core import requests
 from kvd.core.machine import Copy, Span
 from kvd.core.outbox import RETRY_FIRST_S, RETRY_SOON_S
 from kvd.core.requests import Versions
-from kvd.core.worker import message_plans as message_plans_module
+from kvd.core.worker import transfer_plans as transfer_plans_module
 from kvd.core.worker.not_yet import MAX_ATTEMPTS
 from kvd.errors import NodeLost, NotAllowed, ProtocolError, RequestTimeout
 from kvd.protocol.messages import (
@@ -153,7 +153,7 @@ def test_a_batch_that_the_server_does_not_know_is_declared_again_under_its_numbe
 
 
 def test_a_batch_is_declared_again_even_if_its_plan_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_plans_module, "MAX_PLANS", 1)
+    monkeypatch.setattr(transfer_plans_module, "MAX_PLANS", 1)
     harness = batch_harness("a", "b", "c", "d")
     harness.push("a", "b")
     harness.push("c", "d")  # the plan of the first is forgotten

@@ -11,10 +11,8 @@ from kvd.core import requests
 from kvd.core.machine import SCHEDULER, Copy, Effect, Gathered, Scatter, Send, Tick
 from kvd.core.requests import Item, ListedKeys, Versions
 from kvd.core.worker.keys import KeyGroup
-from kvd.core.worker.lane import Lane
-from kvd.core.worker.list_moves import MAX_LISTS
-from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.push_window import PushWindow
+from kvd.core.worker.transfer_plans import MAX_LISTS, TransferPlans
 from kvd.protocol.messages import (
     Done,
     ErrorCode,
@@ -29,7 +27,8 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec, padded
-from tests.core.fakes import SLICE, of, uint8
+from tests.core.fakes import SLICE, cluster, of, uint8
+from tests.core.small_calls_harness import without_plans
 from tests.core.worker_harness import Harness, number
 from tests.simulator.lists import ListedItems
 
@@ -51,13 +50,17 @@ class Program:
             self.answer(clock)
 
     @property
-    def is_in_lane(self) -> bool:
-        return self.harness.machine._lane.is_busy
-
-    @property
     def window(self) -> PushWindow:
         """Of the first key."""
-        return self.harness.machine._lane._loads._keys.by_name[self.list.names[0]].own_window
+        window: PushWindow = self.known()[0].own_window
+        return window
+
+    @property
+    def is_together(self) -> bool:
+        """Whether the list is one group, and the newest call on it is by a plan."""
+        keys = self.known()
+        group = keys[0].group
+        return group is not None and group.keys == keys and self.harness.planned > 0
 
     def call(self, *, push: bool = True) -> int:
         """A push of the list, and a pull; or one of the two."""
@@ -88,11 +91,11 @@ class Program:
         """What a message with these values has."""
         if send.payload:
             return sum(padded(span.nbytes) for span in send.payload[:-1]) + send.payload[-1].nbytes
-        (plan,) = self.harness.machine._lane._loads._plans._plans[self.known(), ()]
-        return plan.nbytes
+        (message,) = self.harness.machine._plans.of(self.known()).messages
+        return message.nbytes
 
     def known(self) -> Any:
-        known = self.harness.machine._lane._loads._keys.by_name
+        known = self.harness.machine._plans._keys.by_name
         return tuple([known[name] for name in self.list.names])
 
 
@@ -164,19 +167,21 @@ INTERRUPTIONS: dict[str, Callable[[Program], object]] = {
 
 
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_the_same_is_done_without_the_lane(name: str) -> None:
-    told = []
-    for lanes in (True, False):
-        program = Program(*KEYS, lanes=lanes)
+def test_the_same_is_done_without_plans(name: str) -> None:
+    def run(planned: int = 1) -> list[str]:
+        program = Program(*KEYS)
         program.call()
-        assert program.is_in_lane is lanes
+        assert program.harness.planned == planned
         INTERRUPTIONS[name](program)
         if len(program.harness.done) < program.harness._calls:
             VALUES(program)
         program.call()
         program.harness.wait(5.0)
-        told.append(meaning(program.harness.effects))
-    assert told[0] == told[1]
+        return meaning(program.harness.effects)
+
+    with without_plans():
+        expected = run(planned=0)
+    assert run() == expected
 
 
 def test_the_keys_move_together_under_one_clock() -> None:
@@ -219,7 +224,7 @@ def test_a_key_that_moves_alone_parts_the_list() -> None:
     program.harness.settle()
     assert [key.clock for key in program.known()] == [4, 5, 4]
     program.call()
-    assert not program.is_in_lane
+    assert not program.is_together
 
 
 def test_lists_that_share_a_key_part_each_other() -> None:
@@ -230,25 +235,61 @@ def test_lists_that_share_a_key_part_each_other() -> None:
     program.harness.know("d")
     first, program.list, program.specs = program.list, others, list(others.specs)
     program.call()
-    assert not program.is_in_lane
+    assert not program.is_together
     assert sorted(program.harness.clocks()) == [("c", 0, 4), ("d", 0, 1)]
     program.harness.values(type(program.harness.sent[0].message), (4,), b"x", b"x")
     program.list, program.specs = first, list(first.specs)
     program.call()
-    assert not program.is_in_lane
+    assert not program.is_together
+
+
+def test_two_calls_on_a_list_are_in_flight_together() -> None:
+    program = Program(*KEYS, settings=cluster(2, 1, rounds_ahead=2))
+    calls = [program.call(), program.call()]
+    assert program.is_together
+    assert program.harness.planned == 2
+    clocks = [getattr(send.message, "clock", 0) for send in program.harness.sent]
+    assert clocks == [3, 4]
+    third = program.call()
+    assert not program.is_together, "it waits in the queues of the keys"
+    for clock in (3, 4, 5):
+        send = program.harness.sent.pop(0)
+        program.harness.say(send.peer, Values(number(send), (clock,)), bytes(17))
+    assert [program.harness.result(call) for call in (*calls, third)] == [
+        [Versions(clock, clock)] * 3 for clock in (3, 4, 5)
+    ]
+
+
+def test_a_list_that_parts_in_flight_leaves_each_key_what_is_in_flight() -> None:
+    program = Program(*KEYS, settings=cluster(2, 1, rounds_ahead=2))
+    program.call()
+    program.harness.push("b")
+    windows = [key.own_window for key in program.known()]
+    assert [(window.clock, window.open_pushes, window.pulling) for window in windows] == [
+        (3, 1, [3]),
+        (4, 2, [3]),
+        (3, 1, [3]),
+    ]
+    send = newest(program)
+    program.harness.say(send.peer, Values(number(send), (3,)), bytes(17))
+    assert [(window.clock, window.open_pushes, window.pulling) for window in windows] == [
+        (3, 0, []),
+        (4, 1, []),
+        (3, 0, []),
+    ]
 
 
 @pytest.mark.parametrize("pull", [True, False])
 def test_a_list_of_pushes_or_of_pulls(pull: bool) -> None:
     program = Program(*KEYS, pull=pull)
     program.call()
-    assert program.is_in_lane
+    assert program.is_together
     program.answer(3)
     for _ in range(3):
         call = program.call(push=False)
-        was_in_lane = program.is_in_lane
+        was_together = program.is_together
         program.answer(3)
-    assert was_in_lane
+    assert was_together
     assert program.harness.result(call) == [Versions(3, 3)] * 3
 
 
@@ -257,7 +298,7 @@ def test_large_values_and_those_of_several_slices_are_copied_one_by_one() -> Non
     assert SLICE < 1 << 14
     program = Program("a", "b", "c", specs=[uint8(8), of_two, large], credit=1 << 30)
     program.call()
-    assert program.is_in_lane
+    assert program.is_together
     for send in program.harness.sent:
         for span in send.payload:
             buffers = span.buffer.buffers if isinstance(span.buffer, Gathered) else [span.buffer]
@@ -278,20 +319,16 @@ def test_heartbeats_pass_by_a_call() -> None:
     harness.now += 1.5
     assert [type(send.message) for send in of(Send, harness.step(Tick()))] == [Heartbeat]
     harness.say(SCHEDULER, HeartbeatAck(()))
-    assert program.is_in_lane
+    assert program.is_together
     assert harness.machine.session.heard_at == harness.now
 
 
 def test_a_heartbeat_that_is_due_leaves_before_a_call() -> None:
-    """As it does without the lane."""
-    told = []
-    for lanes in (True, False):
-        program = Program(*KEYS, lanes=lanes)
-        program.harness.now += 1.5
-        program.call()
-        assert program.is_in_lane is lanes
-        told.append([type(send.message) for send in program.harness.sent])
-    assert told == [[Heartbeat, PushBatch]] * 2
+    program = Program(*KEYS)
+    program.harness.now += 1.5
+    program.call()
+    assert program.is_together
+    assert [type(send.message) for send in program.harness.sent] == [Heartbeat, PushBatch]
 
 
 def test_a_heartbeat_that_is_due_leaves_with_an_answer() -> None:
@@ -303,21 +340,21 @@ def test_a_heartbeat_that_is_due_leaves_with_an_answer() -> None:
     assert [type(send.message) for send in program.harness.sent] == [PushBatch, Heartbeat]
 
 
-def test_news_of_the_scheduler_do_not_pass_by() -> None:
+def test_news_of_the_scheduler_pass_by_too() -> None:
     program = Program(*KEYS)
     program.call()
     program.harness.look()
-    assert not program.is_in_lane
+    assert program.is_together
 
 
 def test_lists_are_forgotten_in_the_end() -> None:
     program = Program(*KEYS)
-    moves = program.harness.machine._lane._loads._lists
+    plans = program.harness.machine._plans
     for _ in range(2 * MAX_LISTS):
-        assert moves.of(ListedKeys(KEYS, program.specs)) is not None
-        assert len(moves._moves) <= MAX_LISTS
+        assert plans.of_list(ListedKeys(KEYS, program.specs)) is not None
+        assert len(plans._lists) <= MAX_LISTS
     program.call()
-    assert program.is_in_lane
+    assert program.is_together
 
 
 def test_another_list_of_the_same_keys() -> None:
@@ -326,7 +363,7 @@ def test_another_list_of_the_same_keys() -> None:
     program.answer(3)
     program.list = ListedKeys(KEYS, program.specs)
     program.call()
-    assert program.is_in_lane
+    assert program.is_together
     send = newest(program)
     assert isinstance(send.message, PushBatch)
     assert send.message.clock == 4
@@ -337,30 +374,32 @@ def test_values_that_do_not_fit_the_keys_go_the_general_way() -> None:
     program.specs = [uint8(1), KeySpec("uint8", (2,), SLICE), uint8(1)]
     program.list = ListedKeys(KEYS, program.specs)
     call = program.call()
-    assert not program.is_in_lane
+    assert program.harness.planned == 0
     assert program.harness.error(call) is not None
 
 
 def test_messages_are_cut_again_when_a_key_was_found() -> None:
-    told = []
-    for lanes in (True, False):
-        program = Program(*KEYS, lanes=lanes)
+    def run() -> list[str]:
+        program = Program(*KEYS)
         program.call()
         program.answer(3)
         program.harness.know("d")
         program.call()
-        told.append(meaning(program.harness.effects))
-    assert told[0] == told[1]
+        return meaning(program.harness.effects)
+
+    with without_plans():
+        expected = run()
+    assert run() == expected
 
 
 # What must be looked at. Without it, a test of these fails.
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = {
     "whether keys are at rest": (
-        lambda patch: patch.setattr("kvd.core.worker.list_moves.windows_at_rest", lambda keys, specs: ()),
+        lambda patch: patch.setattr("kvd.core.worker.transfer_plans.windows_at_rest", lambda keys, specs: ()),
         test_a_key_that_moves_alone_parts_the_list,
     ),
     "specs": (
-        lambda patch: patch.setattr("kvd.core.worker.list_moves.windows_at_rest", lambda keys, specs: ()),
+        lambda patch: patch.setattr("kvd.core.worker.transfer_plans.windows_at_rest", lambda keys, specs: ()),
         test_values_that_do_not_fit_the_keys_go_the_general_way,
     ),
     "the end of a group": (
@@ -368,16 +407,22 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None
         test_a_key_that_moves_alone_parts_the_list,
     ),
     "plans that were forgotten": (
-        lambda patch: patch.setattr(MessagePlans, "clear", lambda plans: plans._plans.clear()),
+        lambda patch: patch.setattr(TransferPlans, "clear", lambda plans: plans._plans.clear()),
         test_messages_are_cut_again_when_a_key_was_found,
     ),
     "whether values are whole": (
-        lambda patch: patch.setattr("kvd.core.worker.list_moves._is_whole", lambda plan, keys: True),
+        lambda patch: patch.setattr("kvd.core.worker.transfer_plans._is_whole", lambda plan, keys: True),
         test_large_values_and_those_of_several_slices_are_copied_one_by_one,
     ),
-    "what passes by": (
-        lambda patch: patch.setattr(Lane, "leaves_alone", lambda *arguments: True),
-        test_news_of_the_scheduler_do_not_pass_by,
+    "what is in flight when a list parts": (
+        lambda patch: patch.setattr(
+            PushWindow, "take_over", lambda window, other: setattr(window, "clock", other.clock)
+        ),
+        test_a_list_that_parts_in_flight_leaves_each_key_what_is_in_flight,
+    ),
+    "which keys are in flight": (
+        lambda patch: patch.setattr(PushWindow, "holds_back", lambda window, limit: False),
+        test_two_calls_on_a_list_are_in_flight_together,
     ),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kvd.core import requests
@@ -46,7 +45,7 @@ from tests.core.fakes import (
     view,
     welcome,
 )
-from tests.simulator.express import ExpressSteps
+from tests.core.small_calls_harness import SmallCallSteps
 
 
 class Harness:
@@ -64,13 +63,12 @@ class Harness:
         joined: bool = True,
         small: int = -1,
         batches: bool = False,
-        lanes: bool = True,
-        express: bool = False,
+        small_calls: SmallCallSteps | None = None,
     ) -> None:
-        self._express = ExpressSteps(every=1) if express else None
+        self.small_calls = small_calls
         self.settings = settings or cluster(2, servers)
         self.machine = WorkerMachine(
-            WorkerSettings(credit, small_push_bytes=small, batches=batches, lanes=lanes), session(role, rank)
+            WorkerSettings(credit, small_push_bytes=small, batches=batches), session(role, rank)
         )
         self.members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in members(2, servers)}
         self.partitions: tuple[Partition, ...] = ()
@@ -92,8 +90,10 @@ class Harness:
             self.sent.clear()
 
     def step(self, event: Any) -> list[Effect]:
-        step = self.machine.step if self._express is None else partial(self._express.step, self.machine)
-        effects = step(event, self.now)
+        if self.small_calls is None:
+            effects = self.machine.step(event, self.now)
+        else:
+            effects = self.small_calls.step(self.machine, event, self.now)
         self.machine.validate()
         self.machine.next_deadline()  # every shell asks
         self.effects += effects
@@ -106,6 +106,11 @@ class Harness:
             else:
                 self.sent.append(send)
         return effects
+
+    @property
+    def planned(self) -> int:
+        """How many of the open calls were begun by plans."""
+        return sum(call.plan is not None for call in self.machine.calls_by_number.values())
 
     def wait(self, seconds: float) -> list[Effect]:
         """Lets time pass. The machine is woken at its deadlines."""

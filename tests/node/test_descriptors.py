@@ -50,3 +50,24 @@ def test_a_program_keeps_its_limit() -> None:
         capture_output=True, text=True, timeout=60, check=True, preexec_fn=few,
     )  # fmt: skip
     assert done.stdout == "256\n"
+
+
+def test_a_program_without_any_left_knows_it() -> None:
+    code = (
+        "import os, resource\n"
+        "from kvd.node.daemon.facts import ProcessFacts\n"
+        "facts = ProcessFacts(lambda: 0.0, {})\n"
+        "facts.report()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "try:\n"
+        "    while True:\n"
+        "        os.dup(0)\n"
+        "except OSError:\n"
+        "    found = facts.report()\n"
+        "print(found['files_open'], found['files_limit'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=child_environment({"PYTHONPATH": str(ROOT)}), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("64 64\n", "")

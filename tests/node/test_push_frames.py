@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,15 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.core.machine import JobDone, LinkPeer, Span
+from kvd.core.machine import Apply, JobDone, LinkPeer, Send, Span
+from kvd.core.principals import HOLDER
 from kvd.core.server.machine import ServerMachine
 from kvd.node.jobs.runner import JobRunner
+from kvd.node.shell.counters import Counters
 from kvd.node.shell.push_frames import MOST_WAITING, PushFrames, SmallPushes
 from kvd.protocol.envelope import Decoded
-from kvd.protocol.fixed import PUSH_NBYTES, values_header
-from kvd.protocol.messages import ADD, Epoch, PushBatch
+from kvd.protocol.fixed import PUSH_NBYTES, read_push, values_header, write_push
+from kvd.protocol.messages import ADD, Done, Epoch, PushBatch
 from kvd.testing.cluster import LocalCluster
 from kvd.transport.links.frames import INLINE, prefix_of
 from kvd.transport.links.link import Link
@@ -80,7 +84,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def run(program: Callable[[kvd.KVStore], Any], **settings: Any) -> Sequence[Any]:
-    with LocalCluster(2, settings.get("replicas", 1), lanes="auto", **settings) as cluster:
+    with LocalCluster(2, settings.get("replicas", 1), **settings) as cluster:
         return cluster.run(program)
 
 
@@ -221,3 +225,79 @@ def test_answers_to_calls_that_came_together_leave_together() -> None:
     for header in headers[2:]:  # so many do not wait
         pushes.let_wait(header, Span(value, 0, 8))
     assert link.sent[1:] == [b"".join(whole[2:])]
+
+
+def small_pushes(machine: Any, link_to: Callable[[LinkPeer], Any], sender: Any) -> SmallPushes:
+    """Those of a server with this machine, whose jobs end well."""
+    parts: dict[str, Any] = {
+        "router": SimpleNamespace(machine_of=lambda run: machine),
+        "transport": SimpleNamespace(link_to=link_to),
+        "stepper": SimpleNamespace(enter=lambda: machine is not None, leave=lambda deadline: None),
+        "sender": sender,
+        "runner": lambda run: SimpleNamespace(run=lambda job, run: JobDone(job.job, None, None, run)),
+        "carry_out": print,
+        "deliver": print,
+        "counters": Counters(),
+    }
+    return SmallPushes(**parts)
+
+
+def take(pushes: SmallPushes, peer: LinkPeer) -> bool:
+    header = write_push(PushBatch(4, 5, 6, ADD, 1, True), 1, Epoch(2, 3), 7)
+    assert header is not None
+    decoded = read_push(header)
+    assert decoded is not None
+    return pushes.take(peer, header, decoded, memoryview(bytes(8)), HOLDER)
+
+
+def test_links_that_have_ended_are_forgotten() -> None:
+    links: dict[LinkPeer, Any] = {}
+
+    class Ended:
+        delivery = SimpleNamespace(repeated=None)
+
+    pushes, known = small_pushes(None, links.get, None), []
+    for number in range(200):
+        peer = LinkPeer(f"link {number}")
+        links[peer] = Ended()
+        known.append(weakref.ref(links[peer]))
+        assert not take(pushes, peer)
+        del links[peer]
+    gc.collect()
+    assert sum(link() is not None for link in known) < 40
+
+
+def test_an_update_ends_though_an_answer_cannot_be_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise its round would stay open for good."""
+
+    class Machine:
+        epoch = Epoch(2, 3)
+        records = SimpleNamespace(has_new=False)
+
+        def __init__(self) -> None:
+            self.effects: list[Any] = [
+                Apply(1, 1, (), "float32", 8, None, (), False, "sum", None),
+                Send(LinkPeer("other"), Done(3)),
+                Apply(2, 1, (), "float32", 8, None, (), False, "sum", None),
+            ]
+            self.ended: list[int] = []
+
+        def push(self, *arguments: Any) -> bool:
+            return True
+
+        def take_effects(self) -> list[Any]:
+            effects, self.effects = self.effects, []
+            return effects
+
+        def end_job(self, done: JobDone) -> None:
+            self.ended.append(done.job)
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError("no memory")
+
+    machine = Machine()
+    pushes = small_pushes(machine, lambda peer: None, SimpleNamespace(send=fail))
+    with caplog.at_level(logging.ERROR, logger="kvd.node"):
+        assert take(pushes, LinkPeer("one"))
+    assert machine.ended == [1, 2]
+    assert "a Send could not be carried out" in caplog.text

@@ -66,7 +66,7 @@ def test_an_answer_is_the_same_in_both_forms(sender: int, epoch: Epoch, run: int
     fixed.put_values_head(head, 0, sender, epoch, run, request)
     assert header[: len(head)] == head
     assert fixed.version_of(header + b"the payload", len(head)) == version
-    assert fixed.read_values(header) == (epoch, run, request)
+    assert fixed.read_values(header) == (epoch, run, request, version)
 
 
 @given(NUMBER, EPOCH, NUMBER, NUMBER)
@@ -147,4 +147,4 @@ def test_a_changed_byte_of_an_answer_gives_what_the_general_way_gives(at: int, b
     if answer is not None:
         decoded = decode(bytes(header))
         assert type(decoded.message) is Values
-        assert answer == (decoded.epoch, decoded.run, decoded.message.request)
+        assert answer == (decoded.epoch, decoded.run, decoded.message.request, *decoded.message.versions)

@@ -5,8 +5,8 @@
     python -m tests.simulation.compare --base ../base --mutants
 
 Without an option, every run must do the same at the same time: each message that arrives, each call that ends, each
-process that dies. Left out are ticks of timers, texts for people, and log entries. Both builds go without the fast ways
-that they have, so a build that has none is compared with the general way of the base.
+process that dies. Left out are ticks of timers, texts for people, log entries, and fields that have their default. Both
+builds go without the fast ways that they have, so a build that has none is compared with the general way of the base.
 
 `--outcomes` is for changes of messages. No run of this build may break a promise. Without mishaps and faults it ends
 with the values, ledgers and numbers of messages of the base. What the base itself does not always end with, because it
@@ -223,9 +223,12 @@ def compare_runs(base: Build, new: Build, names: Iterable[str], seeds: int, say:
     """Return the number of runs that differ, or that break a promise."""
     tasks = [Task("digest", name, seed) for name in names for seed in range(seeds)]
     earlier, later = base.run(tasks), new.run(tasks)
-    different = [task for task in tasks if earlier[task] != later[task] or later[task]["violation"]]
-    for task in different:
-        say(f"{task.campaign}, seed {task.seed}: {_in_words(earlier[task], later[task])}")
+    different = [
+        task for task in tasks if earlier[task]["digest"] != later[task]["digest"] or _is_new(earlier, later, task)
+    ]
+    for task in tasks:
+        if task in different or later[task]["violation"]:
+            say(f"{task.campaign}, seed {task.seed}: {_in_words(earlier[task], later[task])}")
     for task in different[:SHOWN]:
         if earlier[task]["digest"] != later[task]["digest"]:
             traced = task._replace(how="trace")
@@ -233,6 +236,11 @@ def compare_runs(base: Build, new: Build, names: Iterable[str], seeds: int, say:
                 say(line)
     say(f"{len(tasks) - len(different)} of {len(tasks)} runs are equal")
     return len(different)
+
+
+def _is_new(earlier: dict[Task, Result], later: dict[Task, Result], task: Task) -> bool:
+    """Return whether a promise is broken that the base keeps."""
+    return bool(later[task]["violation"] and not earlier[task]["violation"])
 
 
 def _in_words(earlier: Result, later: Result) -> str:
@@ -279,7 +287,7 @@ def compare_outcomes(base: Build, new: Build, names: Iterable[str], seeds: int, 
         if lines:
             different += 1
             say(f"{run[0]}, seed {run[1]}, calm: {'; '.join(lines[:LINES_AFTER])}")
-    say(f"{len(runs) - broken} of {len(runs)} runs break no promise")
+    say(f"{len(runs) - broken} of {len(runs)} runs break no promise that the base keeps")
     say(f"{len(runs) - different} of {len(runs)} calm runs end with the same")
     say(f"{compared} values and numbers are compared, {left_out} depend on delays")
     return broken + different
@@ -292,12 +300,13 @@ def _certain(outcomes: Sequence[Result]) -> tuple[Result, int]:
 
 
 def _broken(base: Build, new: Build, tasks: Sequence[Task], say: Say) -> int:
-    """Return the number of runs of the new build that break a promise."""
-    found = {task: result["violation"] for task, result in new.run(tasks).items() if result["violation"]}
+    """Return the number of runs of the new build that break a promise, and not in the base."""
+    found = {task: result for task, result in new.run(tasks).items() if result["violation"]}
     earlier = base.run(list(found))
-    for task, violation in found.items():
-        say(f"{task.campaign}, seed {task.seed}: {violation} (base: {earlier[task]['violation'] or 'no violation'})")
-    return len(found)
+    for task, result in found.items():
+        known = earlier[task]["violation"] or "no violation"
+        say(f"{task.campaign}, seed {task.seed}: {result['violation']} (base: {known})")
+    return sum(_is_new(earlier, found, task) for task in found)
 
 
 # ── the command ──

@@ -139,10 +139,30 @@ class Recorder:
             message = dataclasses.replace(message, **{TEXTS[kind]: ""})
         elif kind == "WaitNews":
             message = dataclasses.replace(message, deadlock=("",) * bool(message.deadlock))
-        self.record(f"  {decoded.sender} {tuple(decoded.epoch)} run {decoded.run}: {message}")
+        self.record(f"  {decoded.sender} {tuple(decoded.epoch)} run {decoded.run}: {described(message)}")
 
     def digest(self) -> str:
         return self._hash.hexdigest()
+
+
+def described(value: Any) -> str:
+    """Show a message or a part of one, without fields that have their default: an older build may lack them."""
+    if dataclasses.is_dataclass(value):
+        fields = [(each.name, each.default) for each in dataclasses.fields(value)]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        defaults: dict[str, Any] = getattr(value, "_field_defaults", {})
+        fields = [(name, defaults.get(name, dataclasses.MISSING)) for name in value._fields]
+    elif isinstance(value, tuple | list):
+        return f"({', '.join(map(described, value))})"
+    else:
+        return repr(value)
+    own = ((name, default, getattr(value, name)) for name, default in fields)
+    shown = (
+        f"{name}={described(given)}"
+        for name, default, given in own
+        if default is dataclasses.MISSING or given != default
+    )
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 class Build:

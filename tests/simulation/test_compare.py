@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import kvd
+from kvd.protocol.messages import Epoch, ErrorCode, Refused, Taken
+from kvd.protocol.specs import KeySpec
 from tests.simulation import compare
 from tests.simulation.compare import Cache, first_difference
 from tests.simulation.mutant_list import mutants_of
-from tests.simulation.one_build import LAYOUTS, Task
+from tests.simulation.one_build import LAYOUTS, Task, described
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGN = next(
@@ -82,7 +84,7 @@ def test_a_broken_promise_and_a_broken_build_are_reported(tmp_path: Path) -> Non
     assert code == 1
     assert "the weights differ from those of an undisturbed run" in text
     assert "base: no violation" in text
-    assert "0 of 1 runs break no promise" in text
+    assert "0 of 1 runs break no promise that the base keeps" in text
     assert "the campaign 'no such' is not in both builds" in text
     append(new / CAMPAIGN, "\nraise ValueError('a broken tree')\n")
     code, text = said(ROOT, new, "--campaigns", "training")
@@ -126,6 +128,16 @@ def test_the_first_difference_has_lines_around_it() -> None:
     shown = list(first_difference(lines, [*lines[:20], "x"]))
     assert shown[0].endswith("line 21:")
     assert shown[1:] == [*[f"    {n}" for n in range(12, 20)], *[f"  - {n}" for n in range(20, 24)], "  + x"]
+
+
+def test_a_field_that_only_one_build_has_does_not_count_while_it_has_its_default() -> None:
+    spec = KeySpec("float32", (3,), 4096)
+    assert described(Refused(7, ErrorCode.NOT_ALLOWED, "no", taken=Taken.KEPT)) == (
+        "Refused(request=7, error=<ErrorCode.NOT_ALLOWED: 4>, text='no', taken=<Taken.KEPT: 2>)"
+    )
+    assert described((spec, [Epoch(1, 2)])) == (
+        "(KeySpec(dtype='float32', shape=(3), slice_bytes=4096), (Epoch(generation=1, change=2)))"
+    )
 
 
 def test_a_mutant_that_is_gone_is_named(tmp_path: Path) -> None:

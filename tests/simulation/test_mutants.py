@@ -271,14 +271,14 @@ def retries_are_made_once(patch: pytest.MonkeyPatch) -> None:
 
 def settled_pushes_wake_nobody(patch: pytest.MonkeyPatch) -> None:
     """A push that is settled does not start the calls that wait behind it."""
-    settle = Transfer._settle
+    settle = Transfer.settle
 
     def quietly(transfer: Transfer, call: InFlight) -> None:
         with pytest.MonkeyPatch.context() as nobody:
             nobody.setattr(transfer, "_wake", lambda key: None)
             settle(transfer, call)
 
-    patch.setattr(Transfer, "_settle", quietly)
+    patch.setattr(Transfer, "settle", quietly)
 
 
 QUIET = Mishaps(within_s=4.0)

@@ -17,7 +17,7 @@ from tests.simulator.campaign import CAMPAIGNS, Campaign
 
 def steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
     """Pushes do not say in which step they were made."""
-    patch.setattr(StepCounter, "begin", lambda counter, call, clocks: Steps(0, 0))
+    patch.setattr(StepCounter, "begin", lambda counter, call, clocks: (0, 0))
 
 
 def readers_get_the_newest(patch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def open_pushes_are_settled(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(counter: StepCounter, call: InFlight, clocks: Sequence[int]) -> Steps:
         step, _ = begin(counter, call, clocks)
-        return Steps(step, step - 1)
+        return step, step - 1
 
     patch.setattr(StepCounter, "begin", hasty)
 

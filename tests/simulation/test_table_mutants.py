@@ -10,7 +10,7 @@ import pytest
 
 from kvd.core.machine import Apply
 from kvd.core.server.rounds import SliceLog
-from kvd.core.worker.push_window import PushWindow
+from kvd.core.worker.push_window import PushWindow, end_pulls
 from kvd.node.jobs.table_parts import TableParts
 from kvd.tables import by_part
 from kvd.tables.duplicates import InOrder, firsts
@@ -89,7 +89,8 @@ def rows_that_are_read_take_memory(patch: pytest.MonkeyPatch) -> None:
 def a_failed_step_is_not_made_again(patch: pytest.MonkeyPatch) -> None:
     """A push that was taken in part only is taken for one that counts."""
 
-    def settle(windows: Sequence[PushWindow], failure: Any, is_untaken: bool) -> None:
+    def settle(windows: Sequence[PushWindow], failure: Any, is_untaken: bool, pulled: Sequence[int] = ()) -> None:
+        end_pulls(windows, pulled)
         for window in windows:
             window.open_pushes -= 1
             window.failing_pushes -= failure is not None

@@ -55,7 +55,6 @@ from kvd.protocol.codec import decode, encode
 from kvd.protocol.messages import Epoch, StatusReport, Values
 from kvd.protocol.specs import padded
 from tests.simulator.clock import VirtualClock
-from tests.simulator.express import ExpressSteps
 from tests.simulator.network import Network
 from tests.simulator.process import Doom, PendingCall, Process
 from tests.simulator.settings import ShellSettings
@@ -144,7 +143,6 @@ class Shell:
         self._on_step = on_step
         self._on_end = on_end
         self._started: list[_StartedJob] = []
-        self._steps = ExpressSteps()
         self._carry_out: dict[type[Any], Callable[[Process, Any], None]] = {
             Connect: lambda process, effect: network.connect(process, effect.peer, effect.address),
             Disconnect: lambda process, effect: network.disconnect(process, effect.peer),
@@ -172,7 +170,7 @@ class Shell:
             process.suspension.backlog.append(event)
             return
         self._trace.record(f"{process.name} {type(event).__name__}")
-        effects = self._steps.step(process.machine, event, self._clock.now + process.timer.ahead_s)
+        effects = process.machine.step(event, self._clock.now + process.timer.ahead_s)
         self._validate(process)
         for effect, run, epoch in by_run(process.machine, effects):
             if process.doom is not None and self._dies_now(process, process.doom):
@@ -208,7 +206,7 @@ class Shell:
         timer.number += 1
         now = self._clock.now
         timer.tick_at = deadline if deadline > now else now + 0.001  # time goes on, whatever a machine says
-        # Which of two ticks is set first depends on how each machine notes its deadlines, as with lanes and without.
+        # Which of two ticks is set first depends on how each machine notes its deadlines.
         self._clock.at(timer.tick_at, partial(self._tick, process, timer.number), turn=process.machine.incarnation)
 
     def _tick(self, process: Process, number: int) -> None:

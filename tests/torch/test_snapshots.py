@@ -234,3 +234,17 @@ def test_a_worker_that_joins_without_the_loop_does_not_train_on_gradients() -> N
         with pytest.raises(NotResumed, match=r"worker 1 came to .* under way.*optimizer\.steps"):
             joined.model(torch.ones(4, 6)).square().mean().backward()
         first.kv.__exit__(RuntimeError, None, None)
+
+
+def test_a_worker_that_joins_in_the_midst_of_the_first_step_does_not_train_on_gradients() -> None:
+    """Those of the last layer are merged by then, and those of the first are not."""
+    with LocalCluster(1, 1, max_workers=2) as cluster:
+        first = Training(cluster.store(), 1)
+        first.kv.push("3.bias", torch.full((3,), 7.0))
+        first.kv.flush()
+        joined = Training(cluster.lone_store(), 2)
+        joined.kv.resume()
+        with pytest.raises(NotResumed, match=r"worker 1 came to .* under way.*optimizer\.steps"):
+            joined.model(torch.ones(4, 6)).square().mean().backward()
+        assert not joined.model[3].bias.eq(7.0).any()
+        first.kv.__exit__(RuntimeError, None, None)

@@ -126,8 +126,7 @@ def _parts(engine: Engine, config: Config, facts: StoreFacts) -> Backend:
         config.check_bound,
         compression,
         tables,
-        engine.express_way(bound, settings.slice_bytes),
-        engine.express_flight_way(bound, settings.slice_bytes),
+        engine.small_calls(bound, settings.slice_bytes),
         declares=facts.type in DECLARING_TYPES,
     )
     caches: Sequence[KeyCache] = [arguments, bound, assignments, restored, compression, tables, values]

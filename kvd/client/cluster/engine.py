@@ -25,10 +25,8 @@ from kvd.client.calls.held_signals import Interrupt, signals
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.bound_keys import BoundKeys
-from kvd.client.cluster.express import ExpressWay
-from kvd.client.cluster.express_flights import ExpressFlightWay
 from kvd.client.cluster.open_calls import OpenCalls
-from kvd.client.cluster.trips import OrdinaryCalls
+from kvd.client.cluster.small_calls import SmallCalls
 from kvd.client.cluster.users import Coroutines, StoreUsers
 from kvd.config import Config
 from kvd.core.machine import SCHEDULER, Complete, HandshakeFailed, LocalCall
@@ -104,7 +102,7 @@ class Engine:
         )
         run_key = RunKey(config.job, token_of(config.run), operator)
         self.session = SchedulerSession(identity, settings, config.scheduler, config.heartbeat_interval_s, run_key)
-        worker_settings = WorkerSettings(config.credit_bytes, notice_s=config.notice_s, lanes=config.lanes == "auto")
+        worker_settings = WorkerSettings(config.credit_bytes, notice_s=config.notice_s)
         self.machine = WorkerMachine(worker_settings, self.session)
         self._loop = asyncio.new_event_loop()
         self.transport = HostTransport(
@@ -184,50 +182,30 @@ class Engine:
             self._loop.call_soon_threadsafe(self._coroutines.start, coroutine, promise)
         return promise
 
-    def express_way(self, bound: BoundKeys, slice_bytes: int) -> ExpressWay:
-        """The shortest way of calls on small values.
+    def small_calls(self, bound: BoundKeys, slice_bytes: int) -> SmallCalls:
+        """The calls on small values. There is one such object, which takes their answers.
 
         Args:
             bound: the keys whose arrays are the store's.
             slice_bytes: the size of the slices in this cluster.
         """
-        ordinary = OrdinaryCalls(
+        calls = SmallCalls(
+            self.machine,
+            self._driver,
+            self.transport,
+            self._waiter,
             self._calls,
             self._users,
+            bound,
             self.submit,
             self.wait,
             self.take_back,
-            answer_s=self.config.request_timeout_s,
-            round_s=self.config.round_timeout_s,
-        )
-        return ExpressWay(
-            self.machine,
-            self._driver,
-            self.transport,
-            self._waiter,
-            self._users,
-            bound,
-            ordinary,
-            slice_bytes=slice_bytes,
-        )
-
-    def express_flight_way(self, bound: BoundKeys, slice_bytes: int) -> ExpressFlightWay:
-        """The same of calls with handles, many of which are in flight. There is one, which takes the answers."""
-        way = ExpressFlightWay(
-            self.machine,
-            self._driver,
-            self.transport,
-            self._waiter,
-            self._calls,
-            self._users,
-            bound,
-            self.wait,
             slice_bytes=slice_bytes,
             answer_s=self.config.request_timeout_s,
             round_s=self.config.round_timeout_s,
         )
-        self._driver.receiver.takes_answer = way.take
-        return way
+        self._driver.receiver.takes_answer = calls.take
+        return calls
 
     @property
     def is_well(self) -> bool:

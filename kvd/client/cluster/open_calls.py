@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import count
+from typing import Any, Protocol
 
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 from kvd.client.cluster.users import Coroutines, StoreUsers
 from kvd.core.machine import CensusTaken, Complete
 from kvd.errors import KvdError
+
+
+class Ending(Protocol):
+    """What is told the end of a call: a Promise, or an object that makes one when somebody needs it.
+
+    Attributes:
+        promise: that one.
+    """
+
+    @property
+    def promise(self) -> Promise | None: ...
+    def done(self) -> bool: ...
+    def set_result(self, result: Any) -> None: ...
+    def set_exception(self, error: BaseException) -> None: ...
 
 
 class OpenCalls:
@@ -21,11 +36,11 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self.written = WrittenKeys()
-        self._promises: dict[int, Promise] = {}
+        self._promises: dict[int, Promise | Ending] = {}
         self._failure: KvdError | None = None  # of all calls, from now on
         self._numbers = count(1)
 
-    def begin(self, promise: Promise) -> int:
+    def begin(self, promise: Promise | Ending) -> int:
         """The number of a new call. It fails at once after `fail_all`."""
         number = next(self._numbers)
         self._promises[number] = promise
@@ -66,13 +81,17 @@ class OpenCalls:
     def census(self, users: StoreUsers, coroutines: Coroutines) -> CensusTaken:
         """Who waits, and for which of these calls."""
         entered, awaited = users.census()
-        numbers = {promise: number for number, promise in list(self._promises.items())}
+        numbers: dict[object, int] = {}
+        for number, ending in list(self._promises.items()):
+            numbers[ending] = number
+            if not isinstance(ending, Promise) and ending.promise is not None:
+                numbers[ending.promise] = number
         everyone = bool(awaited)
         calls = []
         for promise in awaited:
-            number = None if promise is None else numbers.get(promise)
-            if number is not None:
-                calls.append(number)
-            if promise is None or promise.done() or (number is None and not coroutines.runs(promise)):
+            known = None if promise is None else numbers.get(promise)
+            if known is not None:
+                calls.append(known)
+            if promise is None or promise.done() or (known is None and not coroutines.runs(promise)):
                 everyone = False
         return CensusTaken(everyone, entered, tuple(sorted(set(calls))))

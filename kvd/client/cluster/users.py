@@ -7,24 +7,35 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from kvd.client.calls.duties import Duty
 from kvd.client.calls.keys import WrittenKeys
 from kvd.client.calls.promise import Promise
 
 
+class Awaited(Protocol):
+    """The end of a call."""
+
+    def done(self) -> bool: ...
+
+
 class User:
-    """A thread or a coroutine. Only itself writes to it, or who finds out what it waits for (`Trip.become_ordinary`).
-    As a context, it waits: see `waiting`."""
+    """A thread or a coroutine. Only itself writes to it. As a context, it waits: see `waiting`.
+
+    Attributes:
+        awaited: the end of a call that it waits for, without a timeout; None: it does something else.
+        entered: how often it has begun to wait.
+        duty: what a thread does while it waits.
+    """
 
     __slots__ = ("awaited", "duty", "entered", "is_there")
 
     def __init__(self, is_there: Callable[[], bool]) -> None:
         self.is_there = is_there
-        self.awaited: Promise | None = None  # what it waits for, without a timeout
-        self.entered = 0  # how often it has begun to wait
-        self.duty: Duty | None = None  # what a thread does while it waits
+        self.awaited: Awaited | None = None
+        self.entered = 0
+        self.duty: Duty | None = None
 
     def waiting(self, promise: Promise) -> User:
         """A context in which it waits, without a timeout."""
@@ -86,7 +97,7 @@ class StoreUsers:
             self._entered_before += sum(user.entered for user in self._users if user not in there)
             self._users = there
 
-    def census(self) -> tuple[int, list[Promise | None]]:
+    def census(self) -> tuple[int, list[Awaited | None]]:
         """How often any user has begun to wait, and what each of them waits for; None: it does something else."""
         with self._lock:
             self._forget_the_gone()
@@ -122,7 +133,7 @@ class Coroutines:
         finally:
             self._tasks.pop(promise, None)
 
-    def runs(self, promise: Promise) -> bool:
+    def runs(self, promise: object) -> bool:
         """Whether this is the promise of a coroutine that has not ended."""
         return promise in self._tasks
 

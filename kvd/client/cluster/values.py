@@ -25,12 +25,12 @@ from kvd.client.cluster.arguments import Arguments
 from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.compression import GradientCompression
 from kvd.client.cluster.engine import Engine
-from kvd.client.cluster.express import ExpressWay, single_of
-from kvd.client.cluster.express_flights import ExpressFlightWay, PreparedFlight
 from kvd.client.cluster.held_versions import HeldVersions
 from kvd.client.cluster.new_values import NewValues
 from kvd.client.cluster.plain_calls import PlainCall, PlainCalls
 from kvd.client.cluster.pushed_values import CompressedValues, PushedValues
+from kvd.client.cluster.small_calls import SmallCalls, single_of
+from kvd.client.cluster.small_frames import PreparedCall
 from kvd.client.cluster.tables import ClusterTables, PushedTable
 from kvd.client.cluster.transfers import nothing, pull_into, pulled
 from kvd.core import requests
@@ -66,8 +66,7 @@ class ClusterValues:
         check_bound: bool,
         compression: GradientCompression,
         tables: ClusterTables,
-        express: ExpressWay,
-        flights: ExpressFlightWay,
+        small: SmallCalls,
         *,
         declares: bool,
     ) -> None:
@@ -83,8 +82,7 @@ class ClusterValues:
         self._compression = compression
         self._tables = tables
         self._plain = plain
-        self._express = express
-        self._flights = flights
+        self._small = small
         self._declares = declares
         self._declared: set[str] = set()
         self._held = HeldVersions(engine.written)
@@ -191,8 +189,7 @@ class ClusterValues:
         deleted = frozenset(names)
         self._declared -= deleted
         self._plain.forget(deleted)
-        self._express.forget(deleted)
-        self._flights.forget(deleted)
+        self._small.forget(deleted)
 
     def pull(self, key: Any, out: Any, priority: int, cast: bool = False, view: bool = False) -> Handle:
         keys = self._arguments.named(key)
@@ -241,9 +238,10 @@ class ClusterValues:
         has_defaults = type(priority) is type(samples) is int and priority == 0 and samples == 1
         may_be_plain = has_defaults and not (cast or view) and (not copy or type(key) is str)
         if may_be_plain and self._compression.current is None:
-            prepared = self._flights.find(key, value, out) if copy else None
-            if prepared is not None and self._engine.is_well:
-                return self._pushpull_flight(prepared, key, value, out, reservation)
+            if copy and type(value) is type(out) is np.ndarray and self._engine.is_well:
+                prepared = self._small.find(key, value, out)
+                if prepared is not None:
+                    return self._pushpull_small(prepared, key, value, out, reservation)
             call = self._plain.find(key, value, out)
             if call is not None:
                 return self._pushpull_plain(call, out, copy=copy, reservation=reservation)
@@ -334,18 +332,18 @@ class ClusterValues:
         if single is None:
             return self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
         written, source, target = single
-        if view and self._express.is_prepared(written):
+        if view and self._small.is_prepared(written):
             target = np.empty(source.shape, source.dtype)
-        call = self._express.find(written, source, target)
+        call = self._small.find(written, source, target)
         if call is None:
             result = self.pushpull(key, value, out, priority, samples, False, None, cast, view).wait()
-            self._express.prepare(written, source)
+            self._small.prepare(written, source)
             return result
         name = call.item.key
         if self._unobserved.failed:
             self._unobserved.raise_for((name,))
         if self._steps.take_pushes((name,)):
-            handle = self._express.run(call, source, target, self._steps.place, priority)
+            handle = self._small.run(call, source, target, self._steps.place, priority)
             if handle is not None:
                 self._watched((name,), handle, self._untake).wait()
         else:  # a step that is made again has pushed it before
@@ -385,18 +383,18 @@ class ClusterValues:
         handle = Handle(promise, lambda _: pieces.move_to(targets()), "pushpull", self._engine.wait)
         return self._watched(names, handle, self._untake)
 
-    def _pushpull_flight(
-        self, prepared: PreparedFlight, name: str, value: Array, out: Array, reservation: Reservation | None
+    def _pushpull_small(
+        self, prepared: PreparedCall, name: str, value: Array, out: Array, reservation: Reservation | None
     ) -> Handle:
-        """The same for a small value that many calls push."""
+        """The same for a small value that was pushed before."""
         names = (name,)
         self._arguments.raise_unobserved(names)
         if not self._steps.take_pushes(names):
             return self._pull_again(names, out)
-        handle = self._flights.begin(prepared, value, out, self._steps.place)
+        handle = self._small.begin(prepared, value, out, self._steps.place)
         if handle is not None:
             return self._watched(names, handle, self._untake)
-        item = prepared.route.item._replace(source=value.ravel().view(BYTE), target=out.ravel().view(BYTE))
+        item = prepared.item._replace(source=value.ravel().view(BYTE), target=out.ravel().view(BYTE))
         return self._submit_plain(PlainCall(names, (self._arguments.copied(item, reservation),)), out, copy=True)
 
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
@@ -407,7 +405,7 @@ class ClusterValues:
         if not self._steps.take_pushes(call.names):
             return self._pull_again(call.names, out)
         if copy:
-            self._flights.prepare(call.names[0], out, self._steps.place)
+            self._small.prepare(call.names[0], out)
         return self._submit_plain(call, out, copy=copy)
 
     def _pull_again(self, names: Sequence[str], out: Any) -> Handle:

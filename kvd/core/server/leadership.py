@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvd.core.machine import LogEntry
+from kvd.core.open_waits import Pace
 from kvd.core.server.control import ServerControl
 from kvd.core.server.effects import ServerEffects
 from kvd.core.server.elsewhere import Elsewhere
@@ -103,6 +104,7 @@ class Leadership:
     def _adopt(self, group: FusedGroup) -> None:
         """A replica becomes what it was a replica of. Workers send again what was staged, and not committed."""
         self._table.adopt(group)
+        group.log.pace = Pace(group.log.closed)  # the rounds so far were made elsewhere
         if self._control.generation > group.generation:  # an optimizer was set here that did not get there
             self._effects.emit(group.renew(self._control.optimizer, self._control.generation))
         self._adopted.append(group)

@@ -338,7 +338,7 @@ class Records:
         """Takes the answer of another server."""
         message: Any = event.message
         entry = self._outbox.find(getattr(message, "request", 0))
-        if entry is None or entry.send.peer != event.peer:
+        if entry is None or entry.peer != event.peer:
             return
         if isinstance(message, NotYet):
             self._outbox.retry_soon(entry, now)

@@ -34,36 +34,25 @@ class Question(NamedTuple):
 
 
 class Asker:
-    """Asks other nodes, and hands each answer to the part that asked."""
+    """Asks other nodes, and hands each answer to the part that asked.
+
+    Attributes:
+        last_request: the number that was taken last.
+    """
 
     def __init__(self, view: ViewState, servers: Servers, outbox: Outbox, calls: CallBook) -> None:
         self._view = view
         self._servers = servers
         self._outbox = outbox
         self._calls = calls
-        self._last_request = FIRST_REQUEST
+        self.last_request = FIRST_REQUEST
 
     # ── requests out ──
 
     def number(self) -> int:
         """The number of the next request."""
-        self._last_request += 1
-        return self._last_request
-
-    def take(self, count: int) -> int:
-        """Takes so many numbers, and returns the first."""
-        first = self._last_request + 1
-        self._last_request += count
-        return first
-
-    @property
-    def next_number(self) -> int:
-        """What `number` gives next."""
-        return self._last_request + 1
-
-    def give_next(self, number: int) -> None:
-        """`number` gives this one next, which may have been taken before: its request is made again."""
-        self._last_request = number - 1
+        self.last_request += 1
+        return self.last_request
 
     def ask(
         self,
@@ -83,8 +72,7 @@ class Asker:
         """
         send = Send(peer, replace(message, request=self.number()), payload)
         nbytes = sum(span.nbytes for span in payload)
-        siblings = None if call is None else call.entries
-        self._outbox.add(Entry(send, answered, nbytes, topic=partition, siblings=siblings))
+        self._outbox.add(Entry(send, answered, nbytes, topic=partition, call=call))
 
     def ask_leader(
         self,
@@ -174,7 +162,7 @@ class Asker:
 
     def _end(self, entry: Entry, answer: Refused | Done) -> None:
         self._outbox.settle(entry)
-        entry.answered(Received(entry.send.peer, 0, self._view.epoch, answer))
+        entry.answered(Received(entry.peer, 0, self._view.epoch, answer))
 
     def error_of(self, event: Received) -> KvdError | None:
         """The error that an answer stands for, if it is a refusal."""

@@ -24,42 +24,55 @@ class CallBook:
         deadlines: a heap of times and numbers of calls, some of them completed or put off. The machine looks whether
             one has passed.
         activity: grows whenever a call is accepted or completed.
+        open: the calls that are not completed, by number. Only the book changes it.
     """
 
     def __init__(self, session: SchedulerSession, outbox: Outbox, emit: Callable[[Effect], None]) -> None:
         self._session = session
         self._outbox = outbox
         self._emit = emit
-        self._open: dict[int, InFlight] = {}
+        self.open: dict[int, InFlight] = {}
         self.deadlines: list[tuple[float, int]] = []
         self.activity = 0
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     def open_calls(self) -> list[InFlight]:
-        return list(self._open.values())
+        return list(self.open.values())
 
     def find(self, number: int) -> InFlight | None:
         """The open call with this number."""
-        return self._open.get(number)
+        return self.open.get(number)
 
     def accept(self, event: LocalCall, now: float) -> InFlight:
         """Enters a call. It is completed at once if this node has failed."""
         number, request, deadline, answer_s = event
         is_push, place = False, 0
-        if isinstance(request, requests.ListTransfer):
-            request = request.in_full()
-        if isinstance(request, requests.Transfer):
-            is_push, place = request.push, request.place
+        transfer = request.transfer if isinstance(request, requests.ListTransfer) else request
+        if isinstance(transfer, requests.Transfer):
+            is_push, place = transfer.push, transfer.place
         ends_at = deadline if answer_s is None else min(deadline, now + answer_s)
         call = InFlight(number, request, deadline, is_push, place, now, answer_s, ends_at)
-        self.activity += 1
-        self._open[number] = call
-        heappush(self.deadlines, (ends_at, number))
+        self.enter(call)
         if self._session.failure is not None:
             self.complete(call, error=self._session.failure)
         return call
+
+    def enter(self, call: InFlight) -> None:
+        """Keep a call until it is completed, and its deadline."""
+        self.activity += 1
+        self.open[call.number] = call
+        heappush(self.deadlines, (call.ends_at, call.number))
+
+    def close(self, call: InFlight) -> None:
+        """The caller is answered elsewhere, with the result that it has asked for."""
+        call.state = COMPLETED
+        self.activity += 1
+        del self.open[call.number]
+        deadlines = self.deadlines
+        while deadlines and deadlines[0][1] not in self.open:
+            heappop(deadlines)
 
     def complete(self, call: InFlight, result: Any = None, error: KvdError | None = None) -> None:
         """Answers the caller. Nothing happens if it was answered before."""
@@ -67,9 +80,9 @@ class CallBook:
             return
         call.state = COMPLETED
         self.activity += 1
-        self._open.pop(call.number, None)
-        if len(self.deadlines) > 2 * len(self._open) + 100:
-            self.deadlines = [(open_.ends_at, open_.number) for open_ in self._open.values()]
+        self.open.pop(call.number, None)
+        if len(self.deadlines) > 2 * len(self.open) + 100:
+            self.deadlines = [(open_.ends_at, open_.number) for open_ in self.open.values()]
             heapify(self.deadlines)
         self._emit(Complete(call.number, result, error))
 
@@ -109,7 +122,7 @@ class CallBook:
         due: dict[int, InFlight] = {}
         while self.deadlines and self.deadlines[0][0] <= now:
             number = heappop(self.deadlines)[1]
-            call = self._open.get(number)
+            call = self.open.get(number)
             if call is not None and call.ends_at <= now:
                 due[number] = call
         return list(due.values())
@@ -126,7 +139,7 @@ class CallBook:
     def validate(self) -> None:
         """Raises AssertionError if a call that is open is completed, would miss its deadline, or has lost requests."""
         deadlines = set(self.deadlines)
-        for number, call in self._open.items():
+        for number, call in self.open.items():
             assert call.state is not COMPLETED, f"call {number} is completed, but still open"
             assert call.ends_at <= call.deadline, f"call {number} outlives its deadline: {call}"
             assert (call.ends_at, number) in deadlines, f"nothing ends call {number} at its deadline"

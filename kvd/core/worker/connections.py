@@ -146,7 +146,7 @@ class Connections:
             if leader not in (earlier, NOT_CONNECTED) and earlier is not NOT_CONNECTED:
                 self._attached.discard(leader)
                 for entry in self._outbox.entries():
-                    if entry.send.peer == leader and isinstance(entry.send.message, Attach):
+                    if entry.peer == leader and isinstance(entry.send.message, Attach):
                         self._outbox.settle(entry)
                 self.attach(leader)
 
@@ -155,7 +155,7 @@ class Connections:
     def attach(self, server: ServerPeer) -> None:
         """Makes this worker known to a server, unless a request for that is on its way."""
         for entry in self._outbox.entries():
-            if entry.send.peer == server and isinstance(entry.send.message, Attach):
+            if entry.peer == server and isinstance(entry.send.message, Attach):
                 return
 
         def answered(event: Received) -> None:

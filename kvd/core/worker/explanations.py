@@ -94,9 +94,9 @@ class Explainer:
         if not held:
             found |= {name: "" for name in self._suspects() if name not in found}
         for entry in others:
-            name = self._name_of(entry.send.peer)
+            name = self._name_of(entry.peer)
             if name and not found.get(name):
-                found[name] = self._unheld(entry.send.peer, others, now)
+                found[name] = self._unheld(entry.peer, others, now)
         texts = [text or self._of_name(name, now) for name, text in found.items()]
         return Reason(tuple(found), tuple(texts))
 
@@ -137,7 +137,7 @@ class Explainer:
         who = self._scheduler(now) if place is None else self._identity(*place)
         if self._holds.answers_since_asked(peer):
             return f"{who}: it answers, and has not finished this yet"
-        sent_at = [entry.sent_at for entry in entries if entry.send.peer == peer and entry.state is not QUEUED]
+        sent_at = [entry.sent_at for entry in entries if entry.peer == peer and entry.state is not QUEUED]
         if not sent_at:
             return f"{who}: nothing could be sent to it yet"
         since = max(min(sent_at), self._holds.answered_at(peer))

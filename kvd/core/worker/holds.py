@@ -99,7 +99,7 @@ class Holds:
         answers.waits = {wait.request: wait for wait in waits.waits}
         held = set(waits.held)
         for entry in self._outbox.entries():
-            if entry.send.peer == peer and (entry.request in held or not waits.is_all):
+            if entry.peer == peer and (entry.request in held or not waits.is_all):
                 self._held_at[entry.request] = now
         return held
 
@@ -118,7 +118,7 @@ class Holds:
 
     def is_held(self, entry: Entry, now: float) -> bool:
         """Whether its peer says that it waits for other workers; a peer that was asked just now still has time."""
-        answers = self._peers.get(entry.send.peer)
+        answers = self._peers.get(entry.peer)
         held_at = self._held_at.get(entry.request)
         if answers is None or held_at is None:
             return False
@@ -142,7 +142,7 @@ class Holds:
         message = entry.send.message
         if isinstance(message, Enter | StandBy):
             return Blocked(tuple(Absent(rank, 0) for rank in self._barriers.get(message.name, ())))
-        answers = self._peers.get(entry.send.peer)
+        answers = self._peers.get(entry.peer)
         waits = {} if answers is None else answers.waits
         wait = waits.get(entry.request) or next(iter(waits.values()), None)
         if wait is None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Protocol, TypeAlias
 
 from kvd.core import requests
 from kvd.core.outbox import Entry
 from kvd.core.worker.keys import WorkerKey
+from kvd.core.worker.message_plans import MessagePlan
 from kvd.core.worker.push_window import PushWindow
+from kvd.core.worker.transfer_plans import TransferPlan
 from kvd.errors import KvdError
 
 
@@ -25,17 +26,19 @@ class CallState(Enum):
 WAITING, STARTED, COMPLETED = CallState  # the hot path compares: one look-up instead of two
 
 
-class Steps(NamedTuple):
-    """What a push says of the steps of its worker: its own, and the newest one whose pushes are all settled."""
+Steps: TypeAlias = tuple[int, int]
+"""What a push says of the steps of its worker: its own, and the newest one whose pushes are all settled."""
 
-    step: int
-    settled: int
-
-
-NO_STEPS = Steps(0, 0)  # of a pull
+NO_STEPS: Steps = (0, 0)  # of a pull
 
 
-@dataclass(slots=True, eq=False)
+class CallOwner(Protocol):
+    """What a shell knows of a call whose bytes it sends and takes in itself."""
+
+    def request(self) -> requests.Request:
+        """The call as a request, with sources and targets: the same object each time."""
+
+
 class InFlight:
     """A call of the program, from its acceptance until its caller is answered and all its messages are.
 
@@ -49,25 +52,20 @@ class InFlight:
         error is set once a message of a push or pull was refused.
     """
 
-    number: int
-    request: requests.Request
-    deadline: float
-    is_push: bool
-    place: int = 0  # of a push: where the program was when it made the call, see `kvd.core.places`
-    begun: float = 0.0
-    answer_s: float | None = None  # see LocalCall
-    ends_at: float = 0.0  # no later than `deadline`; changed by CallBook only
+    # Most calls need few of these: what an instance does not set, the class has.
     step: int = 0  # of a push: see `kvd.core.worker.steps`
     keys: Sequence[WorkerKey] = ()
     state: CallState = WAITING
-    entries: set[Entry] = field(default_factory=set)
     withdraw: Callable[[InFlight], None] | None = None  # see `hold`
     is_kept: bool = False  # a push whose caller was told not to wait, and which counts later
     blocker: int = 0  # the place of the key that it was found to wait for last
     # Of a push or pull that has started:
-    transfer: requests.Transfer | None = None  # what is carried out: without a push while the rounds leave it out
-    windows: Sequence[PushWindow] = ()  # of its keys
-    versions: list[requests.Versions | None] = field(default_factory=list)  # pulled so far, one per item
+    transfer: requests.Transfer | None = None  # how it is carried out: without a push while the rounds leave it out
+    plan: TransferPlan | None = None  # of an earlier call on the same keys; None: what it does is found out for it
+    listed: requests.Listed | None = None  # the values of a list, in place of items
+    windows: Sequence[PushWindow] = ()  # of its keys, or of their group
+    clock: int = 0  # of all its keys, if its messages name batches
+    taken: list[tuple[MessagePlan, Sequence[int]]] | None = None  # what was pulled, with its versions
     remaining: int = 0  # messages that are not answered
     steps: Steps = NO_STEPS  # what the messages of a push say
     pulling: Sequence[int] = ()  # the clocks that hold rounds back, one per window; empty once they are released
@@ -75,6 +73,54 @@ class InFlight:
     is_untaken: bool = True  # so far no server has taken any of it
     counts: bool = True  # so far it counts in every slice
     error: KvdError | None = None  # the first
+
+    def __init__(
+        self,
+        number: int,
+        asked: requests.Request | None,
+        deadline: float,
+        is_push: bool,
+        place: int = 0,
+        begun: float = 0.0,
+        answer_s: float | None = None,
+        ends_at: float = 0.0,
+        owner: CallOwner | None = None,
+    ) -> None:
+        """A call that was accepted.
+
+        Args:
+            asked: what the program asks for; None: the owner makes it.
+            place: of a push: where the program was when it made the call, see `kvd.core.places`.
+            answer_s: see LocalCall.
+            ends_at: no later than `deadline`; changed by CallBook only.
+            owner: of a call whose bytes the shell sends and takes in.
+        """
+        self.number = number
+        self.asked = asked
+        self.deadline = deadline
+        self.is_push = is_push
+        self.place = place
+        self.begun = begun
+        self.answer_s = answer_s
+        self.ends_at = ends_at
+        self.owner = owner
+        self.entries: set[Entry] = set()
+
+    @property
+    def request(self) -> requests.Request:
+        """What the program asks for."""
+        if self.asked is None:
+            assert self.owner is not None
+            self.asked = self.owner.request()
+        return self.asked
+
+    def items(self) -> Sequence[requests.Item]:
+        """The items of a push or pull."""
+        if self.listed is not None:
+            return self.listed.items()
+        request = self.request
+        assert isinstance(request, requests.Transfer)
+        return request.items
 
     def start(self) -> None:
         if self.state is not WAITING:

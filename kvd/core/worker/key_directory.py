@@ -18,9 +18,10 @@ from kvd.core.worker.calls import CallBook
 from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.keys import KeyState, WorkerKey
-from kvd.core.worker.message_plans import HEADER_BUDGET, MessagePlans, header_nbytes
+from kvd.core.worker.message_plans import HEADER_BUDGET, header_nbytes
 from kvd.core.worker.participation import Participation
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.transfer_plans import TransferPlans
 from kvd.errors import KeyNotFound, KvdError, NotAllowed, ProtocolError
 from kvd.protocol.messages import MAX_PARTS, NO_KEY, KeyInfo, Lookup, Made
 
@@ -51,7 +52,7 @@ class KeyDirectory:
         self,
         session: SchedulerSession,
         servers: Servers,
-        plans: MessagePlans,
+        plans: TransferPlans,
         participation: Participation,
         asker: Asker,
         calls: CallBook,

@@ -18,8 +18,9 @@ from kvd.core.worker.first_rows import FirstRows
 from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.key_directory import by_home, in_messages
 from kvd.core.worker.keys import KeyState, WorkerKey
-from kvd.core.worker.message_plans import MessagePlan, MessagePlans, plan_messages
+from kvd.core.worker.message_plans import MessagePlan, plan_messages
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.transfer_plans import TransferPlans
 from kvd.errors import KeyExists, KvdError
 from kvd.protocol.messages import Init, NewKey, NewSlice, Outdated, Publish, Refused
 from kvd.protocol.specs import KeySpec
@@ -43,7 +44,7 @@ class _Making:
 class KeyMaking:
     """Makes keys and publishes them."""
 
-    def __init__(self, view: ViewState, servers: Servers, plans: MessagePlans, asker: Asker) -> None:
+    def __init__(self, view: ViewState, servers: Servers, plans: TransferPlans, asker: Asker) -> None:
         self._view = view
         self._servers = servers
         self._plans = plans

@@ -18,8 +18,10 @@ from kvd.core.worker.in_flight import WAITING, InFlight
 from kvd.core.worker.key_directory import LookUp
 from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.open_pushes import OpenPushes
+from kvd.core.worker.participation import Participation
 from kvd.core.worker.servers import Servers
 from kvd.core.worker.steps import StepCounter
+from kvd.core.worker.transfer_plans import TransferPlan, TransferPlans
 from kvd.errors import KeyNotFound, KvdError, NodeLost, NotAllowed
 
 UNKNOWN, ASKING, READY, DELETING, LOST = KeyState  # the hot path compares: one look-up instead of two
@@ -44,6 +46,8 @@ class KeyQueue:
         calls: CallBook,
         pushes: OpenPushes,
         steps: StepCounter,
+        plans: TransferPlans,
+        participation: Participation,
         starters: Mapping[type[Any], Start],
         look_up: LookUp,
     ) -> None:
@@ -54,12 +58,54 @@ class KeyQueue:
         self._calls = calls
         self._pushes = pushes
         self._steps = steps
+        self._plans = plans
+        self._participation = participation
+        self._transfer = starters[requests.Transfer]
         self._starters = starters
         self._look_up = look_up
 
     # ── calls in ──
 
-    def enter_transfer(
+    def enter_transfer(self, call: InFlight, request: requests.Transfer | requests.ListTransfer) -> None:
+        """Starts a call that moves values by the plan of an earlier call on the same keys, if there is one and nothing
+        holds the call back; else as `enter_items`."""
+        listed: requests.Listed | None = None
+        if isinstance(request, requests.ListTransfer):
+            listed, transfer = request
+            plan = self._plans.of_list(listed.keys)
+        else:
+            transfer = request
+            plan = self._plans.of_items(transfer)
+        if plan is not None and self.lets_start(plan, call.place if call.is_push else None):
+            call.asked = transfer
+            call.listed = listed
+            call.plan = plan
+            self._transfer(call, transfer)
+        else:
+            if isinstance(request, requests.ListTransfer):
+                call.asked = transfer = request.in_full()
+            self.enter_items(call, transfer)
+
+    def lets_start(self, plan: TransferPlan, place: int | None) -> bool:
+        """Whether a call by this plan starts at once, as far as its keys have not said so already.
+
+        Args:
+            place: of a push: where the program is, see `kvd.core.places`; None: it is a pull.
+        """
+        if self._participation.is_apart or self._servers.orphans:
+            return False
+        if place is None:
+            return True
+        window = plan.windows[0]
+        if not self._participation.in_rounds or window.partial_failure is not None:
+            return False
+        oldest = self._pushes.oldest
+        if oldest is not None and oldest.place != place:
+            return False
+        is_in_use = window.open_pushes or window.pulling
+        return not (is_in_use and window.holds_back(self._view.settings.rounds_ahead))
+
+    def enter_items(
         self, call: InFlight, transfer: requests.Transfer | requests.Read | requests.Survey | requests.Capture
     ) -> None:
         """Starts a call that moves values, or asks for their versions; or queues it, if a key has earlier calls or does

@@ -9,7 +9,7 @@ from enum import StrEnum, auto
 from typing import Any
 
 from kvd.core.membership import ViewState
-from kvd.core.worker.push_window import PushWindow, move_to
+from kvd.core.worker.push_window import PushWindow
 from kvd.protocol.specs import KeySpec
 
 
@@ -33,40 +33,47 @@ KEY_TRANSITIONS: dict[KeyState, frozenset[KeyState]] = {
 
 
 class KeyGroup:
-    """Keys at rest that the calls of a list move together: their clock is here, and not in their windows.
+    """Keys that the calls of a list move together: what is in flight, and their clock, are in one window for all.
 
-    Whoever wants to change anything about one of the keys takes its `window`, or its state to another one: that parts
-    the group, and each key has its clock again. So what was found out about them all holds until then.
+    Whoever wants to change anything about one of the keys takes its `window`, or changes its state: that parts the
+    group, and each key gets a copy in its own window. So what was found out about them all holds until then.
 
     Attributes:
-        keys: each once. All are READY, under the same clock, and in no other group.
-        clock: as in their windows.
+        keys: each once. All are READY, without calls that queue, under the same clock, and in no other group.
+        windows: those that calls of the group use: one for all keys; one per key once the group is parted.
+        window: the one for all.
         is_parted: whether it is over.
     """
 
-    __slots__ = ("clock", "is_parted", "keys")
+    __slots__ = ("is_parted", "keys", "window", "windows")
 
     def __init__(self, keys: tuple[WorkerKey, ...]) -> None:
-        self.clock = keys[0].window.clock
+        clock = keys[0].window.clock
+        self.window = PushWindow(clock, clock)
+        self.windows = [self.window]
         self.keys = keys
         self.is_parted = False
         for key in keys:
             key.group = self
 
     def part(self) -> None:
-        if not self.is_parted:
-            self.is_parted = True
-            move_to([key.own_window for key in self.keys], self.clock)
-            for key in self.keys:
-                key.group = None
+        if self.is_parted:
+            return
+        self.is_parted = True
+        self.windows[:] = [key.own_window for key in self.keys]
+        for key in self.keys:
+            key.own_window.take_over(self.window)
+            key.group = None
 
     def validate(self) -> None:
         """Raises AssertionError if an invariant is broken."""
+        self.window.validate()
         for key in self.keys:
             assert key.group is self, f"{key.name!r} left its group alone"
             assert key.state is KeyState.READY, f"{key.name!r} is {key.state} in its group"
+            assert not key.queue, f"calls queue for {key.name!r} in its group"
             window = key.own_window
-            assert window.clock <= self.clock, f"the group is behind {key.name!r}: {self.clock}, {window}"
+            assert window.clock <= self.window.clock, f"the group is behind {key.name!r}: {self.window}, {window}"
             assert not window.is_in_use, f"{key.name!r} moves by itself in its group: {window}"
 
 
@@ -75,7 +82,8 @@ class WorkerKey:
     """One key, as this worker sees it. A key that is READY, DELETING or LOST has its spec, partitions and lineages.
 
     Attributes:
-        own_window: of a key in a group all but its clock is right. To look at, not to change: see `window`.
+        own_window: of a key in a group its clock and what is in flight are not right. To look at, not to change: see
+            `window`.
     """
 
     name: str
@@ -103,7 +111,7 @@ class WorkerKey:
     def clock(self) -> int:
         """That of its window; the key stays in its group. Any thread may ask."""
         group = self.group
-        return self.own_window.clock if group is None else group.clock
+        return self.own_window.clock if group is None else group.window.clock
 
     @property
     def has_pushed(self) -> bool:

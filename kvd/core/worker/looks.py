@@ -154,7 +154,7 @@ class Looks:
         """Starts a look. One that is under way starts from the beginning."""
         look = self._look = _Look(self._look.state, check=self._check)
         look.move_to(LookState.SERVERS, now + ANSWER_S)
-        peers = {entry.send.peer for entry in self._outbox.entries()}
+        peers = {entry.peer for entry in self._outbox.entries()}
         self._holds.forget_all_but(peers | {SCHEDULER})
         for peer in sorted(peers - {NOT_CONNECTED}, key=str):
             if peer.kind is PeerKind.SERVER:
@@ -244,7 +244,7 @@ class Looks:
             if self._holds.is_held(entry, now):
                 names.update((NodeName("worker", absent.rank), None) for absent in self._holds.blocked(entry).absent)
             else:
-                place = self._explainer.place_of(entry.send.peer)
+                place = self._explainer.place_of(entry.peer)
                 names.update({} if place is None else {NodeName(*place): None})
             if len(names) >= MAX_ASKED_ABOUT:
                 break

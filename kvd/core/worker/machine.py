@@ -30,10 +30,11 @@ from kvd.core.machine import (
     HandshakeFailed,
     InvalidFrame,
     LocalCall,
+    Peer,
     Received,
 )
 from kvd.core.membership import ViewState
-from kvd.core.outbox import Outbox
+from kvd.core.outbox import RETRY_FIRST_S, Entry, Outbox
 from kvd.core.places import START, Inheritance, Stopped
 from kvd.core.session import SchedulerSession
 from kvd.core.worker.asking import Asker
@@ -44,19 +45,13 @@ from kvd.core.worker.clocks import WorkerClocks
 from kvd.core.worker.connections import Connections
 from kvd.core.worker.control import ControlCalls
 from kvd.core.worker.deletions import Deletions
-from kvd.core.worker.express import Express
-from kvd.core.worker.express_flights import ExpressFlights
-from kvd.core.worker.flights import Flights
-from kvd.core.worker.in_flight import WAITING, InFlight
+from kvd.core.worker.in_flight import COMPLETED, WAITING, InFlight
 from kvd.core.worker.init_calls import InitCalls
 from kvd.core.worker.key_directory import KeyDirectory
 from kvd.core.worker.key_making import KeyMaking
 from kvd.core.worker.key_queue import KeyQueue, Start
-from kvd.core.worker.keys import KeyTable, WorkerKey
-from kvd.core.worker.lane import Lane
-from kvd.core.worker.loads import Loads
+from kvd.core.worker.keys import KeyState, KeyTable, WorkerKey
 from kvd.core.worker.looks import NEVER
-from kvd.core.worker.message_plans import MessagePlans
 from kvd.core.worker.moves import Moves
 from kvd.core.worker.not_yet import NotYetReactions
 from kvd.core.worker.open_pushes import OpenPushes
@@ -69,16 +64,15 @@ from kvd.core.worker.servers import Servers
 from kvd.core.worker.settings import WorkerSettings
 from kvd.core.worker.standing_by import StandingBy
 from kvd.core.worker.steps import StepCounter
-from kvd.core.worker.stillness import Stillness
 from kvd.core.worker.transfer import Transfer
+from kvd.core.worker.transfer_plans import TransferPlan, TransferPlans
 from kvd.core.worker.waits import Waits
 from kvd.errors import KvdError
 from kvd.protocol.messages import NO_RUN, Epoch, Member, NotYet, WaitNews
 from kvd.protocol.messages import Waits as WaitsMessage
+from kvd.protocol.specs import KeySpec
 
 __all__ = ["WorkerMachine", "WorkerSettings"]
-
-TRANSFERS = (requests.Transfer, requests.ListTransfer)
 
 
 class _Answers(NamedTuple):
@@ -89,15 +83,22 @@ class _Answers(NamedTuple):
 
 
 class WorkerMachine:
-    """The state machine of a worker or an observer."""
+    """The state machine of a worker or an observer.
+
+    Attributes:
+        due_at: not later than anything is due; in the past until `next_deadline` works it out after a step.
+        effects: of the present step, or of `answered`.
+        calls_by_number, requests_by_number: those that are not completed or settled. To look at, not to change.
+    """
 
     def __init__(self, settings: WorkerSettings, session: SchedulerSession) -> None:
         self.session = session
         view = session.view
-        self._effects: list[Effect] = []  # of the present step
-        emit = self._effects.append
+        self.effects: list[Effect] = []  # of the present step
+        emit = self.effects.append
         self._outbox = outbox = Outbox(settings.credit_bytes, settings.small_push_bytes)
         self._calls = calls = CallBook(session, outbox, emit)
+        self.calls_by_number, self.requests_by_number = calls.open, outbox.open
         servers, pushes = Servers(view), OpenPushes(calls, self._wake)
         self._steps = steps = StepCounter(pushes)
         keys = KeyTable()
@@ -108,7 +109,9 @@ class WorkerMachine:
         self._control = ControlCalls(calls, pushes, asker, outbox, servers, taking_part, resting, emit)
         self._clocks = WorkerClocks(session, servers, keys, asker, calls, pushes, steps, left, taking_part)
         self._waits = Waits(session, outbox, asker, calls, pushes, settings.notice_s, emit)
-        plans = MessagePlans(view, settings.credit_bytes, batches=settings.batches and not taking_part.is_observer)
+        plans = TransferPlans(
+            view, keys, settings.credit_bytes, batches=settings.batches and not taking_part.is_observer
+        )
         transfer = Transfer(view, servers, plans, taking_part, outbox, asker, calls, pushes, steps, emit, self._wake)
         directory = KeyDirectory(
             session, servers, plans, taking_part, asker, calls, self._clocks, self._wake, self._fail_waiting
@@ -152,7 +155,9 @@ class WorkerMachine:
             requests.SliceControl: self._control.slice_control,
             requests.DeleteKeys: deletions.start,
         }
-        self._queue = queue = KeyQueue(session, servers, keys, calls, pushes, steps, starters, directory.look_up)
+        self._queue = queue = KeyQueue(
+            session, servers, keys, calls, pushes, steps, plans, taking_part, starters, directory.look_up
+        )
         standing = StandingBy(session, keys, asker, calls, pushes, taking_part, self._clocks, left)
         self._view_followers = (
             self._connections.view_changed,
@@ -161,26 +166,23 @@ class WorkerMachine:
             taking_part.view_changed,
             standing.view_changed,
         )
-        stillness = Stillness(session, servers, taking_part, outbox, calls, pushes)
-        flights, loads, waits = Flights(), Loads(keys, plans), self._waits
-        self._lane = lane = Lane(
-            flights, stillness, view, servers, loads, plans, outbox, asker, steps, waits, emit, is_on=settings.lanes
-        )
-        many = ExpressFlights(lane, flights, view, asker, steps, waits)
-        self.express = Express(lane, many, view, asker, steps, waits)
-        """The way of small calls that the shell makes again and again."""
-        self._validated = (session, keys, calls, outbox, queue, self._waits, deletions, self._lane)
+        self.due_at = 0.0
+        self._servers = servers
+        self._plans = plans
+        self._transfer = transfer
+        self._validated = (session, keys, calls, outbox, queue, self._waits, deletions)
         barriers = BarrierCalls(asker, calls)
         returning = Returning(session, servers, keys, asker, calls, pushes, taking_part, self._clocks)
         self._call_table: dict[type[Any], Callable[[InFlight, Any], None]] = {
             requests.Transfer: queue.enter_transfer,
-            requests.Read: queue.enter_transfer,
-            requests.Survey: queue.enter_transfer,
+            requests.ListTransfer: queue.enter_transfer,
+            requests.Read: queue.enter_items,
+            requests.Survey: queue.enter_items,
             requests.StopReading: readings.stop,
             requests.DescribeKey: queue.enter,
             requests.ClockOf: queue.enter,
             requests.SliceControl: queue.enter,
-            requests.Capture: queue.enter_transfer,
+            requests.Capture: queue.enter_items,
             requests.InitKeys: inits.init_keys,
             requests.DeleteKeys: deletions.enter,
             requests.TakeBack: transfer.take_back,
@@ -222,71 +224,14 @@ class WorkerMachine:
         return self.session.view
 
     def step(self, event: Event, now: float) -> list[Effect]:
-        effects = self._effects
+        effects = self.effects
         if effects:
             effects.clear()  # a step that raised has left them
-        lane = self._lane
-        if self.express.in_flight is not None:
-            lane.adopt(*self.express.give_up())
-        if not self._takes_lane(event, now):
-            if lane.is_busy and (self._waits.calls_are_due(now) or not lane.leaves_alone(event, now)):
-                self._materialize()
-            self._take_general_way(event, now)
-        done = effects[:]
-        effects.clear()  # drops our references: a buffer is free again when nobody refers to it
-        return done
-
-    # ── the lane ──
-
-    def _takes_lane(self, event: Event, now: float) -> bool:
-        """Whether the lane has done all that there is to do."""
-        others = self._lane.others_due_at
-        is_due = now >= (self._others_due_at() if others is None else others)
-        if is_due and self._waits.calls_are_due(now):
-            return False
-        if isinstance(event, Received):
-            if not self._lane.take(event, now):
-                return False
-            if is_due:
-                self._do_what_is_due(now)
-            return True
-        if not isinstance(event, LocalCall) or not isinstance(event.request, TRANSFERS):
-            return False
-        taken = self._lane.begin(event, event.request, now)
-        if taken and is_due:  # as in the general way, a new message leaves after those that are due
-            sends = self._effects[:]
-            self._effects.clear()
-            self._do_what_is_due(now)
-            self._effects += sends
-        return taken
-
-    def _materialize(self) -> None:
-        """The calls in the lane become ordinary ones, which have sent what the lane has sent."""
-        asker, lane = self._answers.asker, self._lane
-        next_number = asker.next_number
-        for flight in lane.give_up():
-            call = self._calls.accept(flight.local_call(), flight.begun)
-            self._waits.note(call)
-            assert isinstance(call.request, requests.Transfer)
-            lane.repeat(flight)
-            self._queue.enter_transfer(call, call.request)
-            self._outbox.pump(flight.begun)
-            for answer, at in flight.answers:
-                self._receive(answer, at)
-        asker.give_next(next_number)
-        self._effects.clear()  # all this was done before
-
-    # ── the general way ──
-
-    def _take_general_way(self, event: Event, now: float) -> None:
-        self._lane.generation += 1
+        self.due_at = 0.0
         if isinstance(event, Received):
             self._receive(event, now)
         elif isinstance(event, LocalCall):
-            call = self._calls.accept(event, now)
-            if call.state is WAITING:
-                self._waits.note(call)
-                self._call_table[type(call.request)](call, call.request)
+            self._enter(event, now)
         elif isinstance(event, CensusTaken):
             self._waits.census_taken(event, now)
         elif isinstance(event, InvalidFrame) and event.peer == SCHEDULER:
@@ -296,10 +241,19 @@ class WorkerMachine:
         if self.session.failure is not None:
             self._fail(self.session.failure)
         self._do_what_is_due(now)
+        done = effects[:]
+        effects.clear()  # drops our references: a buffer is free again when nobody refers to it
+        return done
+
+    def _enter(self, event: LocalCall, now: float) -> None:
+        call = self._calls.accept(event, now)
+        if call.state is WAITING:
+            self._waits.note(call)
+            request = event.request
+            self._call_table[type(request)](call, request)
 
     def _do_what_is_due(self, now: float) -> None:
-        effects = self._effects
-        self._lane.others_due_at = None
+        effects = self.effects
         deadlines = self._calls.deadlines
         if deadlines and deadlines[0][0] <= now:
             self._waits.expire(now)
@@ -313,30 +267,94 @@ class WorkerMachine:
         effects += self._outbox.pump(now)
 
     def next_deadline(self) -> float | None:
-        others = self._lane.others_due_at
-        if others is None:
-            others = self._others_due_at()
-        earliest = min(others, self._lane.due_at, self.express.due_at)
-        return None if earliest == NEVER else earliest
-
-    def _others_due_at(self) -> float:
-        """Works out when any part but the lane has something to do."""
-        others = self._waits.due_at
+        due_at = self._waits.due_at
         for at in (self.session.next_deadline(), self._outbox.next_deadline(), self._calls.next_deadline()):
-            if at is not None and at < others:
-                others = at
-        self._lane.others_due_at = others
-        return others
+            if at is not None and at < due_at:
+                due_at = at
+        self.due_at = due_at
+        return None if due_at == NEVER else due_at
+
+    # ── small calls, whose bytes the shell sends and takes in itself ──
+
+    def plan_of(self, name: str, spec: KeySpec) -> TransferPlan | None:
+        """The plan of calls on a key whose value is one slice, if an earlier call has declared its batch.
+
+        Args:
+            spec: of the values.
+        """
+        plan = self._plans.of_key(name, spec)
+        if plan is None or len(plan.messages) != 1 or len(plan.messages[0].slice_ids) != 1:
+            return None
+        return plan if plan.messages[0].batch else None
+
+    def begin(self, plan: TransferPlan, transfer: requests.Transfer, call: InFlight, now: float) -> Entry | None:
+        """Begin a push and pull by a plan that `plan_of` gave, as `step` begins it, without its message: the caller
+        sends the same bytes if the entry that this returns is SENT. Otherwise they leave later, as those of any other
+        call.
+
+        None: nothing was done. The call must be given to `step`.
+
+        Args:
+            transfer: how it is carried out, without items.
+            call: with an `owner`, which makes its request.
+        """
+        message = plan.messages[0]
+        if message.declared_to != self._servers.peer_of(message.partition) or now >= self.due_at:
+            return None
+        if self._control.waiting:  # a probe goes with each push
+            return None
+        key = plan.keys[0]
+        if self.session.failure is not None or plan.is_forgotten or key.state is not KeyState.READY or key.queue:
+            return None
+        if key.group is not None:
+            key.group.part()
+        if not self._queue.lets_start(plan, call.place):
+            return None
+        self._calls.enter(call)
+        waits = self._waits
+        if waits.next_look > now + waits.soon_s or call.deadline <= now + 2 * waits.soon_s:
+            waits.note(call)
+        call.plan = plan
+        self._transfer.start(call, transfer)
+        (entry,) = call.entries
+        for at in (now + RETRY_FIRST_S, call.ends_at, waits.due_at):
+            if at < self.due_at:
+                self.due_at = at
+        return entry
+
+    def answered(self, peer: Peer, epoch: Epoch, request: int, nbytes: int, now: float) -> InFlight | None:
+        """End a call that was begun by `begin`, as `step` ends it: a server has answered with its value. The caller
+        puts the value where it belongs, tells its own caller, and carries out `effects`. None: nothing was done, and
+        the answer must be given to `step`."""
+        entry = self._outbox.open.get(request)
+        if entry is None or entry.peer != peer or epoch > self.session.view.epoch or now >= self.due_at:
+            return None
+        call: InFlight | None = entry.call
+        if call is None or call.owner is None or call.state is COMPLETED or nbytes != entry.topic.nbytes:
+            return None
+        self._outbox.settle(entry)
+        self._calls.close(call)
+        call.is_untaken = False
+        call.remaining = 0
+        self._transfer.settle(call)
+        if self._outbox.queued:
+            self.effects += self._outbox.pump(now)
+        return call
+
+    def take_effects(self) -> list[Effect]:
+        """The effects of `answered`, which are mostly none."""
+        done = self.effects[:]
+        self.effects.clear()
+        return done
 
     def explain(self, now: float, run: int = NO_RUN) -> dict[str, object]:
-        in_lane = len(self._lane) + (self.express.in_flight is not None)
         return {
             "role": self.session.identity.role,
             "rank": self.session.rank,
             "view": list(self.epoch),
             "step": self._steps.newest,
-            "calls_open": len(self._calls) + in_lane,
-            "requests_open": len(self._outbox) + in_lane,
+            "calls_open": len(self._calls),
+            "requests_open": len(self._outbox),
             "clocks": self._clocks.explain(),
         }
 
@@ -348,7 +366,7 @@ class WorkerMachine:
     @property
     def open_calls(self) -> int:
         """The number of calls that have not ended. Any thread may ask."""
-        return len(self._calls) + len(self._lane) + (self.express.in_flight is not None)
+        return len(self._calls)
 
     def unreached_servers(self) -> list[Member]:
         """The active servers that this worker has not reached yet."""
@@ -367,7 +385,7 @@ class WorkerMachine:
 
     def has_pushed(self, name: str) -> bool:
         """Whether this incarnation has pushed to the key since it took the clock over, or went back."""
-        return self._lane.pushes(name) or self.express.pushes(name) or self._clocks.has_pushed(name)
+        return self._clocks.has_pushed(name)
 
     def stopped(self) -> Stopped | None:
         """Where the program of a predecessor stopped that did not leave in good order; None without one."""
@@ -395,7 +413,7 @@ class WorkerMachine:
             if self.session.receive(event, now):
                 for follow in self._view_followers:
                     follow()
-            self._effects += self.session.take_effects()
+            self.effects += self.session.take_effects()
             if self.session.failure is not None:
                 return
         if (
@@ -406,7 +424,7 @@ class WorkerMachine:
             self.session.view_is_old(now)
         message = event.message
         entry = self._outbox.find(getattr(message, "request", 0))
-        if entry is None or entry.send.peer != event.peer:
+        if entry is None or entry.peer != event.peer:
             if isinstance(message, WaitsMessage | WaitNews):
                 self._waits.answered(event, now)
             return
@@ -417,7 +435,7 @@ class WorkerMachine:
 
     def _fail(self, error: KvdError) -> None:
         """This node cannot go on: every call ends."""
-        self._effects += self.session.take_effects()
+        self.effects += self.session.take_effects()
         self._calls.abandon_all(error)
         self._drop_requests()
 

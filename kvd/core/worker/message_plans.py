@@ -3,9 +3,6 @@
 A call of much more than that takes larger messages: there are still enough of them for servers and workers to work at
 the same time. A server makes the new version of what came in one message in one piece of memory. So a value whose
 slices all travel together lies there as the program has it, and a worker within the host need not copy it.
-
-A plan that is used again is declared to its server as a batch; from then on a message names the batch's number in
-place of its slices.
 """
 
 from __future__ import annotations
@@ -16,14 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.core.machine import Row, Span
-from kvd.core.membership import ViewState
 from kvd.core.requests import Item
 from kvd.core.worker.keys import WorkerKey
 from kvd.protocol.messages import MAX_PARTS, SliceId
 from kvd.protocol.specs import DTYPES, ROW_ID_BYTES, KeySpec, padded
 
 HEADER_BUDGET = 48 << 10  # of the 64 KiB of a header, for the parts
-MAX_PLANS = 256
 MOST_SLICES = 4  # full ones in a message
 LEAST_MESSAGES = 8  # to a partition, before there are several full slices in one: servers merge while others travel
 
@@ -54,75 +49,6 @@ class MessagePlan:
             return (Span(whole, 0, self.nbytes),)
         spans = zip(self.items, self.ranges, strict=True)
         return tuple([Span(items[item].source, offset, nbytes) for item, (offset, nbytes) in spans])
-
-
-class MessagePlans:
-    """The plans of the calls that a program repeats.
-
-    Args:
-        credit_bytes: bounds the payload in flight to one server. Two messages at least may be in flight.
-        batches: whether plans may be declared as batches.
-    """
-
-    def __init__(self, view: ViewState, credit_bytes: int, *, batches: bool) -> None:
-        self._view = view
-        self._most_nbytes = credit_bytes // 2
-        self._batches = batches
-        self._plans: dict[tuple[tuple[WorkerKey | None, ...], tuple[int, ...]], list[MessagePlan]] = {}
-        self._last_batch = 0
-        self.changes = 0
-        """Grows when plans are forgotten: those that were taken before must be asked for again."""
-
-    def of(
-        self, keys: Sequence[WorkerKey], without: tuple[int, ...] = (), *, in_few: bool = False
-    ) -> list[MessagePlan]:
-        """The plans of a call on these keys: worked out once, and kept for the next call on the same keys.
-
-        Args:
-            without: the places of keys that have plans of their own, see `plan_slices`.
-            in_few: in as few messages as there can be, if nothing was worked out yet.
-        """
-        call = tuple(keys), without
-        plans = self._plans.get(call)
-        if plans is None:
-            if len(self._plans) >= MAX_PLANS:
-                self.clear()
-            slice_bytes = self._view.settings.slice_bytes
-            most = max(slice_bytes, min(MOST_SLICES * slice_bytes, self._most_nbytes))
-            plans = self._plans[call] = plan_messages(
-                keys, slice_bytes, most=most, least=1 if in_few else LEAST_MESSAGES, without=without
-            )
-        return plans
-
-    def known_of(self, keys: tuple[WorkerKey | None, ...]) -> list[MessagePlan] | None:
-        """The plans of a call on these keys, if one was made before."""
-        return self._plans.get((keys, ()))
-
-    def keep(self, keys: tuple[WorkerKey | None, ...], plans: list[MessagePlan]) -> None:
-        """A call on these keys has sent messages by these plans, and makes them again."""
-        self._plans[keys, ()] = plans
-
-    def clear(self) -> None:
-        """A key was placed: plans from before may name the wrong partitions."""
-        self._plans.clear()
-        self.changes += 1
-
-    def use(self, plan: MessagePlan, *, is_push: bool) -> bool:
-        """Counts a use of the plan, and says whether its message names a batch.
-
-        It does from the second use on. A push of several slices does at once: the server then treats them as one as
-        long as their clocks are the same.
-        """
-        plan.uses += 1
-        return self._batches and (plan.uses > 1 or (is_push and len(plan.slice_ids) > 1))
-
-    def declare(self, plan: MessagePlan, server: int) -> int:
-        """Notes that the server of this incarnation is being told of the batch. Returns the batch's number."""
-        if plan.batch == 0:
-            self._last_batch += 1
-            plan.batch = self._last_batch
-        plan.declared_to = server
-        return plan.batch
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class Moves:
         def peer_for(entry: Entry) -> Peer:
             """A leader that cannot be reached yet may be one later."""
             peer = peers.get(_partition_of(entry), NOT_CONNECTED)
-            return entry.send.peer if peer is NOT_CONNECTED else peer
+            return entry.peer if peer is NOT_CONNECTED else peer
 
         moved = self._outbox.redirect(peer_for)
         if moved:
@@ -100,9 +100,9 @@ class Moves:
         told = {entry.send.message.batch for entry in moved if isinstance(entry.send.message, DeclareBatch)}
         for entry in moved:
             plan = entry.topic
-            if isinstance(entry.send.message, PushBatch | PullBatch) and plan.declared_to != entry.send.peer:
+            if isinstance(entry.send.message, PushBatch | PullBatch) and plan.declared_to != entry.peer:
                 if plan.batch in told:
-                    plan.declared_to = entry.send.peer
+                    plan.declared_to = entry.peer
                 else:
                     self._declare(plan, priority)
 
@@ -128,12 +128,12 @@ class Moves:
         """Whether a request went to this server, or would go there if it could be reached."""
         named = enumerate(self._view.partitions)
         led = {number for number, partition in named if partition.leader == rank}
-        return lambda entry: entry.send.peer == gone or _partition_of(entry) in led
+        return lambda entry: entry.peer == gone or _partition_of(entry) in led
 
     def _excuse(self, peer: Peer) -> None:
         """A server that leads nothing need not know what everyone is told: its successors are told by the others."""
         for entry in self._outbox.entries():
-            is_told = entry.send.peer == peer and isinstance(entry.send.message, _TOLD_TO_EVERYONE)
+            is_told = entry.peer == peer and isinstance(entry.send.message, _TOLD_TO_EVERYONE)
             if is_told and entry.topic == NO_PARTITION:
                 self._asker.excuse(entry)
 
@@ -143,7 +143,7 @@ def _is_for(partition: int) -> Callable[[Entry], bool]:
 
 
 def _goes_to(peer: Peer) -> Callable[[Entry], bool]:
-    return lambda entry: entry.send.peer == peer
+    return lambda entry: entry.peer == peer
 
 
 def _partition_of(entry: Entry) -> int:

@@ -46,7 +46,7 @@ class NotYetReactions:
             self._outbox.retry_soon(entry, now)
 
     def _attach(self, entry: Entry, not_yet: NotYet) -> None:
-        server: Any = entry.send.peer
+        server: Any = entry.peer
         if not isinstance(entry.send.message, Attach):
             self._connections.attach(server)
 

@@ -31,6 +31,9 @@ class OpenPushes:
 
     Args:
         wake: a key lets more calls start.
+
+    Attributes:
+        oldest: the open push that was accepted first.
     """
 
     def __init__(self, calls: CallBook, wake: Callable[[WorkerKey], None]) -> None:
@@ -38,14 +41,10 @@ class OpenPushes:
         self._wake = wake
         self._holds_back = False  # a push may wait for those of an earlier place
         self._flushes: dict[InFlight, tuple[_Flush, ...]] = {}  # of every open push: who waits for it
+        self.oldest: InFlight | None = None
 
     def __len__(self) -> int:
         return len(self._flushes)
-
-    @property
-    def oldest(self) -> InFlight | None:
-        """The open push that was accepted first."""
-        return next(iter(self._flushes), None)
 
     def any_waiting(self) -> bool:
         """Whether a push was not started yet: it waits for earlier calls on its keys."""
@@ -61,11 +60,16 @@ class OpenPushes:
 
     def accept(self, push: InFlight) -> None:
         self._flushes[push] = ()
+        if self.oldest is None:
+            self.oldest = push
 
     def settle(self, push: InFlight) -> None:
         """The push is answered, or was never started: completes the flushes that waited for it alone, and lets the
         pushes of the next place start if it was the last of its own."""
-        for flush in self._flushes.pop(push, ()):
+        flushes = self._flushes.pop(push, ())
+        if push is self.oldest:
+            self.oldest = next(iter(self._flushes), None)
+        for flush in flushes:
             self._done(flush)
         if self._holds_back:
             self._release(push.place)
@@ -91,11 +95,6 @@ class OpenPushes:
             return False
         self._holds_back = True
         return True
-
-    def lets_start_at(self, place: int) -> bool:
-        """Whether a push at this place would wait for no other, and others for none."""
-        oldest = self.oldest
-        return not self._holds_back and (oldest is None or oldest.place == place)
 
     def _release(self, settled_place: int) -> None:
         """A push of this place is settled: those of the next place start if it was the last."""
@@ -133,7 +132,7 @@ class OpenPushes:
         """Raises AssertionError unless the window of each key counts exactly the started pushes that are open."""
         started = Counter(key.name for push in self._flushes if push.state is not WAITING for key in push.keys)
         for key in keys:
-            open_pushes = key.own_window.open_pushes
-            assert open_pushes == started[key.name], (
-                f"{started[key.name]} pushes of {key.name!r} are open: {key.own_window}"
+            window = key.own_window if key.group is None else key.group.window
+            assert window.open_pushes == started[key.name], (
+                f"{started[key.name]} pushes of {key.name!r} are open: {window}"
             )

@@ -80,6 +80,15 @@ class PushWindow:
         self.base_clock = min(self.base_clock, self.clock)
         self.partial_failure = None
 
+    def take_over(self, other: PushWindow) -> None:
+        """What is in flight in another window, and its clock, count here from now on."""
+        self.clock = other.clock
+        self.open_pushes = other.open_pushes
+        self.failing_pushes = other.failing_pushes
+        self.pulling = other.pulling[:]
+        self.reading = other.reading
+        self.partial_failure = other.partial_failure
+
     def validate(self) -> None:
         """Raises AssertionError if an invariant is broken."""
         assert self.base_clock <= self.clock, f"the clock lies before its start: {self}"
@@ -88,12 +97,20 @@ class PushWindow:
         assert all(clock <= self.clock for clock in self.pulling), f"a later version is pulled: {self}"
 
 
-def begin_pushes(windows: Sequence[PushWindow]) -> list[int]:
-    """Opens a push of each key. Returns their clocks."""
+def begin_pushes(windows: Sequence[PushWindow], *, pulls: bool = False) -> list[int]:
+    """Opens a push of each key. Returns their clocks.
+
+    Args:
+        pulls: the versions that the pushes lead to are pulled: as `begin_pulls` behind it.
+    """
+    clocks = []
     for window in windows:
-        window.clock += 1
+        window.clock = clock = window.clock + 1
         window.open_pushes += 1
-    return [window.clock for window in windows]
+        if pulls:
+            window.pulling.append(clock)
+        clocks.append(clock)
+    return clocks
 
 
 def begin_pulls(windows: Sequence[PushWindow]) -> None:
@@ -103,7 +120,16 @@ def begin_pulls(windows: Sequence[PushWindow]) -> None:
 
 
 def end_pulls(windows: Sequence[PushWindow], clocks: Sequence[int]) -> None:
-    """Undoes `begin_pulls`, which was called at these clocks: the values are here, or are not wanted any more."""
+    """Undoes `begin_pulls`: the values are here, or are not wanted any more.
+
+    Args:
+        clocks: at which it was called, one per window, or one for all of them.
+    """
+    if len(clocks) == 1:
+        (clock,) = clocks
+        for window in windows:
+            window.pulling.remove(clock)
+        return
     for position, clock in enumerate(clocks):
         windows[position].pulling.remove(clock)
 
@@ -120,33 +146,29 @@ def end_reads(windows: Sequence[PushWindow]) -> None:
         window.reading -= 1
 
 
-def count_rounds(windows: Sequence[PushWindow]) -> None:
-    """A push of each key was made and is settled: `begin_pushes` and `settle_pushes` in one."""
-    for window in windows:
-        window.clock += 1
-
-
-def move_to(windows: Sequence[PushWindow], clock: int) -> None:
-    """Pushes of each key were made up to this clock, and are settled: `count_rounds` as often as that takes."""
-    for window in windows:
-        window.clock = clock
-
-
 def mark_failing(windows: Sequence[PushWindow]) -> None:
     """The first message of an open push was refused. Until the others are answered, no push follows."""
     for window in windows:
         window.failing_pushes += 1
 
 
-def settle_pushes(windows: Sequence[PushWindow], failure: KvdError | None, is_untaken: bool) -> None:
+def settle_pushes(
+    windows: Sequence[PushWindow], failure: KvdError | None, is_untaken: bool, pulled: Sequence[int] = ()
+) -> None:
     """Closes an open push of each key: all its messages are answered.
 
     Args:
+        pulled: the clocks of versions that it has pulled, as in `end_pulls`.
         failure: what a message was refused with; None if all were taken.
         is_untaken: no server took any of it. Its clock is given back, unless a later push has taken the next one.
     """
+    if len(pulled) > 1:
+        end_pulls(windows, pulled)
+        pulled = ()
     for window in windows:
         window.open_pushes -= 1
+        if pulled:
+            window.pulling.remove(pulled[0])
         if failure is not None:
             window.failing_pushes -= 1
             if is_untaken and window.open_pushes == 0:

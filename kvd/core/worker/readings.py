@@ -13,8 +13,9 @@ from kvd.core.worker.asking import Asker
 from kvd.core.worker.calls import CallBook
 from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.core.worker.keys import KeyState
-from kvd.core.worker.message_plans import MessagePlan, MessagePlans, lists_of_slices
+from kvd.core.worker.message_plans import MessagePlan, lists_of_slices
 from kvd.core.worker.servers import Servers
+from kvd.core.worker.transfer_plans import TransferPlans
 from kvd.errors import DtypeMismatch, KeyNotFound, KvdError, ProtocolError, ShapeMismatch
 from kvd.protocol.messages import MemberState, ReadDone, ReadSlices, Survey, Surveyed, Values
 
@@ -42,7 +43,7 @@ class Readings:
         self,
         view: ViewState,
         servers: Servers,
-        plans: MessagePlans,
+        plans: TransferPlans,
         asker: Asker,
         calls: CallBook,
         emit: Callable[[Effect], None],
@@ -88,7 +89,7 @@ class Readings:
             except (ShapeMismatch, DtypeMismatch) as error:
                 return error
         call.start()
-        plans = self._plans.of(call.keys)
+        plans = self._plans.of(call.keys).messages
         asked = tuple(sorted({plan.partition for plan in plans}))
         progress = self._open = _Progress(call, read, [None] * len(call.keys), len(plans), asked, len(plans))
         for plan in plans:

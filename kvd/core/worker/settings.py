@@ -16,12 +16,10 @@ class WorkerSettings:
         small_push_bytes: pushes of up to this many bytes take no credit.
         batches: whether keys that are pushed or pulled together again are declared as a batch, and then named by its
             number.
-        lanes: whether calls that are made again and again go a short way, see `kvd.core.worker.lane`.
         notice_s: after this many seconds, a call that waits for others is explained in the log.
     """
 
     credit_bytes: int
     small_push_bytes: int = SMALL_PUSH_BYTES
     batches: bool = True
-    lanes: bool = True
     notice_s: float = 10.0

@@ -49,6 +49,8 @@ class Waits:
 
     Attributes:
         due_at: when `tick` has something to do.
+        next_look: not later than any call is looked at.
+        soon_s: when the first look at a call with the default deadlines is due, at most, in seconds from its beginning.
     """
 
     def __init__(
@@ -73,8 +75,8 @@ class Waits:
             session, outbox, asker, calls, pushes, self._holds, self._explainer, emit, self._looked, self._stuck
         )
         self._watched: dict[int, _Watched] = {}  # calls that were looked at, by number
-        self._next_look = NEVER
-        self._soon_s = notice_s  # when the first look at a call with the default deadlines is due, at most
+        self.next_look = NEVER
+        self.soon_s = notice_s
         self._last_notice = float("-inf")
 
     # ── when to look ──
@@ -82,14 +84,14 @@ class Waits:
     def note(self, call: InFlight) -> None:
         """A call was accepted."""
         answer_s = call.answer_s
-        if answer_s is not None and answer_s < self._soon_s * LOOKS_PER_ANSWER:
-            self._soon_s = answer_s / LOOKS_PER_ANSWER
-        soon = call.begun + self._soon_s
-        if self._next_look <= soon and answer_s is not None and call.deadline > soon + self._soon_s:
+        if answer_s is not None and answer_s < self.soon_s * LOOKS_PER_ANSWER:
+            self.soon_s = answer_s / LOOKS_PER_ANSWER
+        soon = call.begun + self.soon_s
+        if self.next_look <= soon and answer_s is not None and call.deadline > soon + self.soon_s:
             return  # the usual case: a look comes before this call is due for its first
         at = self.first_look(call.begun, call.deadline, call.answer_s)
-        if at < self._next_look:
-            self._next_look = at
+        if at < self.next_look:
+            self.next_look = at
             self._set_due()
 
     def first_look(self, begun: float, deadline: float, answer_s: float | None) -> float:
@@ -113,7 +115,7 @@ class Waits:
     def tick(self, now: float) -> None:
         """Looks if a call is due, and goes on with a look whose questions are not answered."""
         self._looks.tick(now)
-        if now >= self._next_look:
+        if now >= self.next_look:
             calls = self._calls.open_calls()
             watched = {call.number: self._watch_of(call) for call in calls}
             if self._looks.is_idle and any(entry.look_at <= now for entry in watched.values()):
@@ -124,7 +126,7 @@ class Waits:
                 self._looks.begin(now)
             self._watched = watched
             earliest = min((entry.look_at for entry in watched.values()), default=NEVER)
-            self._next_look = max(earliest, now + LEAST_GAP_S)
+            self.next_look = max(earliest, now + LEAST_GAP_S)
         self._set_due()
 
     def _watch_of(self, call: InFlight) -> _Watched:
@@ -134,7 +136,7 @@ class Waits:
         )
 
     def _set_due(self) -> None:
-        self.due_at = min(self._next_look, self._looks.give_up_at)
+        self.due_at = min(self.next_look, self._looks.give_up_at)
 
     # ── answers ──
 
@@ -204,7 +206,7 @@ class Waits:
     def validate(self) -> None:
         """Raises AssertionError if a call is never looked at."""
         self._looks.validate()
-        assert self._next_look < NEVER or not len(self._calls), "calls are open, and no look comes"
+        assert self.next_look < NEVER or not len(self._calls), "calls are open, and no look comes"
 
 
 def _is_nobodys(request: requests.Request) -> bool:

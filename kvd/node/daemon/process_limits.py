@@ -33,9 +33,18 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptors() -> tuple[int, int]:
-    """Return how many descriptors this process has open, and how many it may have; 0: no limit."""
+    """Return how many descriptors this process has open, and how many it may have; 0: no limit.
+
+    If there is none left to count them with, all are open.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return len(os.listdir("/proc/self/fd")) - 1, 0 if soft == resource.RLIM_INFINITY else soft
+    limit = 0 if soft == resource.RLIM_INFINITY else soft
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1, limit
+    except OSError as error:
+        if error.errno not in NO_DESCRIPTOR:
+            raise
+        return limit, limit
 
 
 NOT_EVEN_TO_A_PROGRAM = 1  # byte. With 0, Linux writes no file, but gives the memory to a program in core_pattern

@@ -22,7 +22,7 @@ from kvd.core.server.router import ServerRouter
 from kvd.node.jobs.runner import JobRunner
 from kvd.node.shell.counters import Counters
 from kvd.node.shell.sending import MessageSender
-from kvd.node.shell.threads import Stepper
+from kvd.node.shell.threads import Stepper, report_failed_effect
 from kvd.observe.log import event
 from kvd.protocol.envelope import Decoded
 from kvd.protocol.fixed import (
@@ -47,6 +47,7 @@ MOST_WAITING = 16
 """Answers to one worker that wait for the next one: a worker that has many calls in flight can continue meanwhile."""
 
 MAX_LINKS = 1 << 12  # whose answers leave as frames; the others leave as messages
+FEW_LINKS = 16  # from so many on, those that have ended are forgotten when as many more have come
 
 _DONE_PREFIX = prefix_of(MESSAGE, 0, DONE_NBYTES)
 
@@ -140,6 +141,7 @@ class SmallPushes:
         self._carry_out = carry_out
         self._deliver = deliver
         self._frames: dict[Peer, PushFrames] = {}  # of the links that are up, by their names
+        self._looks_at = FEW_LINKS  # with so many, it looks which are not up any more
         self._answering: dict[PushFrames, None] = {}  # with answers that wait
         self._deadline = math.inf  # by which the machines must be stepped, as records were sent last
 
@@ -192,8 +194,9 @@ class SmallPushes:
 
     def _watch(self, frames: PushFrames, link: Link) -> None:
         """Has the next pushes like these taken as frames."""
-        if frames.peer not in self._frames and len(self._frames) >= MAX_LINKS:
+        if frames.peer not in self._frames and len(self._frames) >= self._looks_at:
             self._frames = {peer: each for peer, each in self._frames.items() if self._transport.link_to(peer)}
+            self._looks_at = min(MAX_LINKS, max(FEW_LINKS, 2 * len(self._frames)))
         if frames.peer in self._frames or len(self._frames) < MAX_LINKS:
             self._frames[frames.peer] = frames
             link.delivery.repeated = frames
@@ -269,12 +272,15 @@ class SmallPushes:
         ended: list[JobDone] = []
         for effect in effects:
             kind = type(effect)
-            if kind is Apply:
-                ended.append(self._runner(run).run(effect, run))
-            elif kind is Send:
-                self._send(effect, run, epoch)
-            else:
-                self._carry_out(InRun(run, epoch, self._router.of_run(run, machine, [effect])))
+            try:
+                if kind is Apply:
+                    ended.append(self._runner(run).run(effect, run))
+                elif kind is Send:
+                    self._send(effect, run, epoch)
+                else:
+                    self._carry_out(InRun(run, epoch, self._router.of_run(run, machine, [effect])))
+            except Exception as error:  # noqa: BLE001  the next ones are carried out all the same
+                report_failed_effect(effect, error)
         for done in ended:
             machine.end_job(done)
         return machine.take_effects() if ended else ()

@@ -30,8 +30,9 @@ the program's thread steps the machine, sends, and reads the answer itself. Thre
 2. Effects are carried out in the order of their steps. If a step off the loop gives an effect that belongs to the loop,
    its effects, and those of every later step, are deferred until the loop has carried them out.
 3. The links are read by the loop or by one waiting thread, never by both. The waiting thread pauses the loop's reading
-   with one system call, and resumes it when it stops waiting, whatever the reason; between calls of the express way the
-   loop stays paused, until a message leaves that may be answered, or for a moment (`kvd.transport.links.loop_pause`).
+   with one system call, and resumes it when it stops waiting, whatever the reason; between small calls
+   that follow each other the loop stays paused, until a message leaves that may be answered, or for a moment
+   (`kvd.transport.links.loop_pause`).
 """
 
 from __future__ import annotations
@@ -183,6 +184,12 @@ class Stepper:
             return False
         return True
 
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Carries out the effects of what the machine has done between `enter` and `leave`."""
+        self._carry_out_here(effects, on_loop=threading.get_ident() == self._loop_thread)
+        if self._deferred:
+            self._call_on_loop(self._pump)
+
     def leave(self, deadline: float) -> None:
         """Undoes `enter`. What came meanwhile is stepped.
 
@@ -238,6 +245,9 @@ class Stepper:
         except Exception as error:  # noqa: BLE001  a bug in the machine must not end the node, see _report_failed_step
             self._report_failed_step(happened, error)
             return
+        self._carry_out_here(effects, on_loop=on_loop)
+
+    def _carry_out_here(self, effects: list[Effect], *, on_loop: bool) -> None:
         if on_loop or (not self._deferred and _ONLY_ON_THE_LOOP.isdisjoint(map(type, effects))):
             self._carry_out(effects)
         else:

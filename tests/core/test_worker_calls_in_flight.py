@@ -1,4 +1,4 @@
-"""Many calls in flight at once: with the lane the worker does, message by message, what it does without."""
+"""Many calls in flight at once: by plans the worker does, message by message, what it does without."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, Received, Send, Tick
+from kvd.core.machine import SCHEDULER, Send, Tick
 from kvd.core.requests import Versions
+from kvd.core.worker.machine import WorkerMachine
 from kvd.protocol.messages import (
     Done,
-    Epoch,
     ErrorCode,
     Heartbeat,
     HeartbeatAck,
@@ -27,8 +27,8 @@ from kvd.protocol.messages import (
     Values,
 )
 from tests.core.fakes import uint8
+from tests.core.small_calls_harness import SmallCallSteps, without_plans
 from tests.core.worker_harness import Harness, number, ready
-from tests.simulator.express import ExpressSteps
 
 KEYS = ("a", "b", "c", "d")
 SMALL = 16 << 10
@@ -36,9 +36,9 @@ SMALL = 16 << 10
 Happens = Callable[[Harness, Sequence[Send]], object]
 
 
-def repeated(*, lanes: bool = True, small: int = SMALL, **more: Any) -> Harness:
+def repeated(*, small: int = SMALL, **more: Any) -> Harness:
     """A worker that has pushed and pulled each of the keys twice, as a batch of its own."""
-    harness = ready(*KEYS, batches=True, lanes=lanes, small=small, **more)
+    harness = ready(*KEYS, batches=True, small=small, **more)
     for clock in (1, 2):
         for key in KEYS:
             push(harness, key)
@@ -53,10 +53,6 @@ def push(harness: Harness, *keys: str, **how: Any) -> Send:
     while any(type(send.message).__name__ == "DeclareBatch" for send in harness.sent):
         harness.declared()
     return harness.sent[-1]
-
-
-def in_flight(harness: Harness) -> int:
-    return len(harness.machine._lane)
 
 
 def values(harness: Harness, send: Send) -> None:
@@ -128,12 +124,14 @@ EVENTS: dict[str, Happens] = {
 }
 
 
-def run(name: str, *, kinds: Sequence[bool], lanes: bool = True, express: ExpressSteps | None = None) -> list[str]:
-    """What the worker does, and what is under way at the end."""
-    harness = repeated(lanes=lanes)
-    harness._express = express
+def run(
+    name: str, *, kinds: Sequence[bool], planned: int = len(KEYS), small_calls: SmallCallSteps | None = None
+) -> list[str]:
+    """What the worker does."""
+    harness = repeated()
+    harness.small_calls = small_calls
     sends = [push(harness, key, pull=pull) for key, pull in zip(KEYS, kinds, strict=True)]
-    assert in_flight(harness) == (len(KEYS) if lanes else 0)
+    assert harness.planned == planned
     EVENTS[name](harness, sends)
     push(harness, "d", pull=kinds[0])
     harness.machine.validate()
@@ -144,21 +142,23 @@ def run(name: str, *, kinds: Sequence[bool], lanes: bool = True, express: Expres
 
 @pytest.mark.parametrize("kinds", [(True,) * 4, (True, False, False, True)])
 @pytest.mark.parametrize("name", EVENTS)
-def test_the_same_is_done_without_the_lane(name: str, kinds: Sequence[bool]) -> None:
-    ordinary = run(name, kinds=kinds, lanes=False)
-    assert run(name, kinds=kinds) == ordinary
-    assert run(name, kinds=kinds, express=ExpressSteps(every=1)) == ordinary
-    assert run(name, kinds=kinds, express=ExpressSteps(every=1, waits=False)) == ordinary
+def test_the_same_is_done_without_plans(name: str, kinds: Sequence[bool]) -> None:
+    with without_plans():
+        expected = run(name, kinds=kinds, planned=0)
+    assert run(name, kinds=kinds) == expected
+    for every in (1, 2):
+        steps = SmallCallSteps(WorkerMachine.step, every)
+        assert run(name, kinds=kinds, small_calls=steps) == expected
+        assert steps.begun
 
 
-def test_calls_that_become_ordinary_ones_say_what_they_have_said() -> None:
-    """They keep the numbers of their requests and of their steps, though one between them has ended."""
+def test_requests_that_are_sent_again_say_what_they_have_said() -> None:
+    """They keep their numbers and those of their steps, though one between them has ended."""
     harness = repeated()
     sends = [push(harness, key) for key in KEYS]
     values(harness, sends[1])
     harness.sent.clear()
     harness.wait(2.5)
-    assert in_flight(harness) == 0
     assert [send for send in harness.sent if isinstance(send.message, PushBatch)] == [sends[0], *sends[2:]]
 
 
@@ -179,31 +179,18 @@ def values_of(send: Send) -> PushBatch:
     return send.message
 
 
-def test_heartbeats_and_answers_to_ordinary_calls_leave_calls_in_flight() -> None:
+def test_a_push_of_a_key_in_flight_has_a_plan_too() -> None:
     harness = repeated()
-    sends = [push(harness, key) for key in KEYS[:2]]
-    ordinary = push(harness, "b")
-    assert in_flight(harness) == 0  # a second push of a key in flight makes all of them ordinary ones
-    sends += [push(harness, key) for key in KEYS[2:]]
-    assert in_flight(harness) == 2
+    sends = [push(harness, key) for key in (*KEYS[:2], "b")]
+    assert harness.planned == 3
+    assert [values_of(send).clock for send in sends] == [3, 3, 4]
     harness.wait(1.0)
     assert any(isinstance(send.message, Heartbeat) for send in harness.sent)
     heartbeat_is_answered(harness, sends)
-    for send in (*sends[:2], ordinary):
+    for send in sends:
         values(harness, send)
-    assert in_flight(harness) == 2
-    for send in sends[2:]:
-        values(harness, send)
-    assert in_flight(harness) == 0
     assert len(harness.done) == harness._calls
-    assert harness.result(harness._calls) == [Versions(3, 3)]
-
-
-def test_a_message_of_a_newer_view_does_not() -> None:
-    harness = repeated()
-    push(harness, "a")
-    harness.step(Received(SCHEDULER, 1, Epoch(1, 2), HeartbeatAck((), 1.0)))
-    assert in_flight(harness) == 0
+    assert harness.result(harness._calls) == [Versions(4, 4)]
 
 
 def test_pushes_of_another_place_wait_for_those_in_flight() -> None:
@@ -211,49 +198,45 @@ def test_pushes_of_another_place_wait_for_those_in_flight() -> None:
     push(harness, "a", place=4)
     before = len(harness.sent)
     harness.push("b", pull=True, place=8)
-    assert in_flight(harness) == 0
+    assert harness.planned == 1
     assert len(harness.sent) == before
 
 
-def test_a_push_that_takes_credit_goes_alone() -> None:
+def test_pushes_that_take_credit_are_in_flight_side_by_side() -> None:
     harness = repeated(small=0)
     push(harness, "a")
-    assert in_flight(harness) == 1
     push(harness, "b")
-    assert in_flight(harness) == 0
+    assert harness.planned == 2
 
 
 def test_nothing_overtakes_what_waits_for_credit() -> None:
     """A small push leaves after one that waits, as all have the same priority."""
-    told = []
-    for lanes in (True, False):
-        harness = repeated(lanes=lanes, small=1, credit=4)
+
+    def run(small_calls: SmallCallSteps | None = None) -> list[str]:
+        harness = repeated(small=1, credit=4, small_calls=small_calls)
         harness.know("large", "larger", spec=uint8(4))
+        for _ in range(2):
+            push(harness, "a")
+            values(harness, harness.sent[-1])
         for key in ("large", "larger"):
             harness.push(key, spec=uint8(4))
-        harness.push("a")
-        assert in_flight(harness) == 0
-        told.append([repr(effect) for effect in harness.effects])
-    assert told[0] == told[1]
+        before = len(harness.sent)
+        harness.push("a", pull=True)
+        assert len(harness.sent) == before
+        harness.settle()
+        return [repr(effect) for effect in harness.effects]
+
+    with without_plans():
+        expected = run()
+    steps = SmallCallSteps(WorkerMachine.step)
+    assert run() == expected == run(steps)
+    assert steps.begun
 
 
-def test_as_many_are_in_flight_as_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.worker.lane.MOST_FLIGHTS", 2)
-    harness = repeated()
-    push(harness, "a")
-    push(harness, "b")
-    assert in_flight(harness) == 2
-    push(harness, "c")
-    assert in_flight(harness) == 0
-    push(harness, "d")
-    assert in_flight(harness) == 1
-
-
-def test_plans_are_kept_for_the_calls_that_were_sent_by_them() -> None:
-    """The worker may forget its plans meanwhile: a retry is the same message all the same."""
+def test_a_retry_is_the_same_message_though_plans_were_forgotten() -> None:
     harness = repeated()
     send = push(harness, "a")
-    harness.machine._lane._plans.clear()
+    harness.machine._plans.clear()
     harness.sent.clear()
     harness.wait(2.5)
     assert [again for again in harness.sent if isinstance(again.message, PushBatch)] == [send]

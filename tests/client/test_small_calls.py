@@ -1,4 +1,4 @@
-"""Small values that are pushed and pulled again and again: the express way is taken, and changes no result."""
+"""Small values that are pushed and pulled again and again: prepared frames are sent, and change no result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.cluster.express import ExpressWay
-from kvd.core.worker.express import Express
+from kvd.client.cluster.small_calls import SmallCalls
+from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from kvd.transport import host
 from tests.client.harness import init_all
@@ -26,7 +26,7 @@ STEPS = 30
 
 
 class Taken:
-    """How often the express way was gone to its end, and left before."""
+    """How many calls ended with the bytes that their threads waited for, and in another way."""
 
     def __init__(self) -> None:
         self.to_its_end = self.left = 0
@@ -34,9 +34,9 @@ class Taken:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
-    taken, run = Taken(), ExpressWay.run
+    taken, run = Taken(), SmallCalls.run
 
-    def counting(way: ExpressWay, *arguments: Any) -> Any:
+    def counting(way: SmallCalls, *arguments: Any) -> Any:
         promise = run(way, *arguments)
         if promise is None:
             taken.to_its_end += 1
@@ -44,7 +44,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
             taken.left += 1
         return promise
 
-    monkeypatch.setattr(ExpressWay, "run", counting)
+    monkeypatch.setattr(SmallCalls, "run", counting)
     return taken
 
 
@@ -65,7 +65,7 @@ def test_values_of_every_dtype(taken: Taken, dtype: Any) -> None:
         store.init("w", np.zeros((3, 5), dtype))
         sums(store, "w", STEPS, dtype)
 
-    with LocalCluster(2, 1, lanes="auto") as cluster:
+    with LocalCluster(2, 1) as cluster:
         cluster.run(program)
     assert taken.to_its_end > STEPS
 
@@ -84,13 +84,13 @@ def test_many_keys_in_turn_and_lists_of_one(taken: Taken, servers: int) -> None:
                     (value,) = store.pushpull([name], [value])
                 assert (value == 2 * step + 1).all()
 
-    with LocalCluster(2, servers, lanes="auto") as cluster:
+    with LocalCluster(2, servers) as cluster:
         cluster.run(program)
     assert taken.to_its_end > STEPS
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-def test_an_optimizer_updates_as_without_the_lanes(taken: Taken, kind: str) -> None:
+def test_an_optimizer_updates_as_with_messages(taken: Taken, kind: str) -> None:
     weights = {}
 
     def program(store: kvd.KVStore) -> Any:
@@ -101,10 +101,11 @@ def test_an_optimizer_updates_as_without_the_lanes(taken: Taken, kind: str) -> N
             store.pushpull("w", np.linspace(-1, 1 + step, 8, dtype=np.float32), out)
         return out.tobytes()
 
-    for lanes in ("auto", "off"):
-        with LocalCluster(1, 1, lanes=lanes) as cluster:
-            weights[lanes] = cluster.run(program, kind)
-    assert weights["auto"] == weights["off"]
+    settings: list[dict[str, Any]] = [{}, {"path": "tcp"}]  # small calls take a link
+    for number, setting in enumerate(settings):
+        with LocalCluster(1, 1, **setting) as cluster:
+            weights[number] = cluster.run(program, kind)
+    assert weights[0] == weights[1]
     assert taken.to_its_end > STEPS // 2
 
 
@@ -131,7 +132,7 @@ def test_forms_of_the_call(taken: Taken, pushpull: Callable[[kvd.KVStore, Any], 
                 assert (value == step + store.rank).all()
         return results
 
-    with LocalCluster(2, 1, lanes="auto") as cluster:
+    with LocalCluster(2, 1) as cluster:
         for results in cluster.run(program):
             for step, result in enumerate(results):
                 assert result.dtype == np.float32
@@ -171,7 +172,7 @@ def test_other_calls_come_between(taken: Taken, number: int) -> None:
             sums(store, "w", 6)
             odd(store)
 
-    with LocalCluster(2, 1, lanes="auto") as cluster:
+    with LocalCluster(2, 1) as cluster:
         cluster.run(program)
     assert taken.to_its_end > 6
 
@@ -189,13 +190,13 @@ def test_a_bound_key_goes_another_way(taken: Taken) -> None:
             assert (weight == step).all()
         assert taken.to_its_end == before > 0
 
-    with LocalCluster(1, 1, lanes="auto") as cluster:
+    with LocalCluster(1, 1) as cluster:
         cluster.run(program)
 
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_threads_of_one_program(servers: int) -> None:
-    """One of them goes the express way at a time; calls of the others come between."""
+    """One of them reads at a time; calls of the others come between."""
 
     def program(store: kvd.KVStore) -> None:
         names = [f"w{number}" for number in range(4)]
@@ -215,7 +216,7 @@ def test_threads_of_one_program(servers: int) -> None:
             thread.join()
         assert not errors, errors
 
-    with LocalCluster(2, servers, lanes="auto") as cluster:
+    with LocalCluster(2, servers) as cluster:
         cluster.run(program)
 
 
@@ -234,25 +235,25 @@ def test_calls_of_the_loop_that_steps_again_are_told(taken: Taken) -> None:
             with pytest.raises(kvd.errors.NotAllowed):
                 store.pushpull("w", value)
 
-    with LocalCluster(1, 1, lanes="auto") as cluster:
+    with LocalCluster(1, 1) as cluster:
         cluster.run(program)
     assert taken.to_its_end > STEPS // 2
 
 
 def test_whatever_the_machine_does_meanwhile_the_answer_is_taken(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third call is an ordinary one by the time of its answer."""
-    end, calls = Express.end, iter(range(1 << 30))
+    """Every third answer is taken by a step of the machine."""
+    end, calls = WorkerMachine.answered, iter(range(1 << 30))
 
-    def ending(express: Express, *arguments: Any) -> bool:
-        return next(calls) % 3 != 0 and end(express, *arguments)
+    def ending(machine: WorkerMachine, *arguments: Any) -> Any:
+        return None if next(calls) % 3 == 0 else end(machine, *arguments)
 
-    monkeypatch.setattr(Express, "end", ending)
+    monkeypatch.setattr(WorkerMachine, "answered", ending)
 
     def program(store: kvd.KVStore) -> None:
         store.init("w", np.zeros((3, 5), np.float32))
         sums(store, "w", STEPS)
 
-    with LocalCluster(2, 1, lanes="auto") as cluster:
+    with LocalCluster(2, 1) as cluster:
         cluster.run(program)
     assert taken.to_its_end > 10
     assert taken.left > 10
@@ -260,7 +261,7 @@ def test_whatever_the_machine_does_meanwhile_the_answer_is_taken(taken: Taken, m
 
 def test_ctrl_c_gives_the_array_back(taken: Taken) -> None:
     """The other worker has yet to push. What was pushed counts with the value that it had."""
-    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1, lanes="auto") as cluster:
+    with ThreadPoolExecutor(2) as pool, LocalCluster(2, 1) as cluster:
         one, other = pool.map(lambda _: cluster.store(), range(2))
         value, out = np.ones(4, np.float32), np.empty(4, np.float32)
         made = pool.submit(other.init, "w", value)
@@ -270,14 +271,15 @@ def test_ctrl_c_gives_the_array_back(taken: Taken) -> None:
             pushed = pool.submit(other.pushpull, "w", value.copy())
             one.pushpull("w", value, out)
             pushed.result(60)
-        begun, run = threading.Event(), one._backend.values._express._send  # type: ignore[attr-defined]
+        begun, begin = threading.Event(), engine_of(one).machine.begin
 
         def sending(*arguments: Any) -> Any:
-            sent = run(*arguments)
+            entry = begin(*arguments)
             begun.set()
-            return sent
+            return entry
 
-        one._backend.values._express._send = sending  # type: ignore[attr-defined]
+        machine: Any = engine_of(one).machine
+        machine.begin = sending
 
         def interrupt() -> None:
             begun.wait(60)
@@ -298,7 +300,7 @@ def test_ctrl_c_gives_the_array_back(taken: Taken) -> None:
 
 
 def test_a_server_that_dies_ends_the_call() -> None:
-    with LocalCluster(1, 1, processes=True, lanes="auto", request_timeout_s=30.0) as cluster:
+    with LocalCluster(1, 1, processes=True, request_timeout_s=30.0) as cluster:
         store = cluster.store()
         store.init("w", np.zeros(4, np.float32))
         value = np.ones(4, np.float32)
@@ -310,7 +312,7 @@ def test_a_server_that_dies_ends_the_call() -> None:
 
 
 def begun_alone(cluster: LocalCluster, pool: ThreadPoolExecutor, value: Any) -> tuple[kvd.KVStore, Any]:
-    """One of two workers has begun an express call that the other one has yet to join: its store, and its future."""
+    """One of two workers has begun a small call that the other one has yet to join: its store, and its future."""
     one, other = pool.map(lambda _: cluster.store(), range(2))
     init_all([one, other])
     for _ in range(10):
@@ -324,7 +326,7 @@ def begun_alone(cluster: LocalCluster, pool: ThreadPoolExecutor, value: Any) -> 
 
 
 def test_the_end_of_the_store_ends_the_call(taken: Taken) -> None:
-    with ThreadPoolExecutor(3) as pool, LocalCluster(2, 1, lanes="auto") as cluster:
+    with ThreadPoolExecutor(3) as pool, LocalCluster(2, 1) as cluster:
         value = np.ones(4, np.float32)
         one, waiting = begun_alone(cluster, pool, value)
         engine_of(one).stop()
@@ -347,7 +349,7 @@ def test_nothing_keeps_the_arrays_of_a_call(taken: Taken) -> None:
 
     gc.disable()
     try:
-        with LocalCluster(1, 1, lanes="auto") as cluster:
+        with LocalCluster(1, 1) as cluster:
             cluster.run(program)
     finally:
         gc.enable()
@@ -367,15 +369,15 @@ def test_workers_that_wait_for_each_other_are_told(taken: Taken) -> None:
         store.push("ba"[store.rank], value)
         return raised.value.waits
 
-    with LocalCluster(2, 1, lanes="auto", notice_s=0.3) as cluster:
+    with LocalCluster(2, 1, notice_s=0.3) as cluster:
         waits, same = cluster.run(program)
     assert waits == same
     assert "pushpull of 'a' (push 6) waits for worker 1 to push 'a'" in waits[0]
     assert taken.left == 2
 
 
-def test_answers_to_other_calls_are_read_between_express_calls() -> None:
-    """The loop, which stays paused between express calls, reads on as soon as another call is made."""
+def test_answers_to_other_calls_are_read_between_small_calls() -> None:
+    """The loop, which stays paused between calls that follow each other, reads on as soon as another call is made."""
 
     def program(store: kvd.KVStore) -> None:
         value = np.ones(4, np.float32)
@@ -390,5 +392,5 @@ def test_answers_to_other_calls_are_read_between_express_calls() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "STAY_S", 3600.0)
-        with LocalCluster(1, 1, lanes="auto") as cluster:
+        with LocalCluster(1, 1) as cluster:
             cluster.run(program)

@@ -1,4 +1,4 @@
-"""Calls that are made again and again: with the lane the worker does, message by message, what it does without."""
+"""Calls that are made again and again: by plans the worker does, message by message, what it does without."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvd.core import requests
-from kvd.core.machine import SCHEDULER, LocalCall, Send, Tick
+from kvd.core.machine import SCHEDULER, Send, Tick
 from kvd.core.requests import Versions
-from kvd.core.worker.lane import MAX_ANSWERS
+from kvd.core.worker.machine import WorkerMachine
 from kvd.errors import NotAllowed, ShapeMismatch
 from kvd.protocol.messages import (
     Departure,
@@ -29,15 +29,16 @@ from kvd.protocol.messages import (
     Values,
 )
 from kvd.protocol.specs import KeySpec
-from tests.core.fakes import SLICE, uint8
+from tests.core.fakes import SLICE, cluster, uint8
+from tests.core.small_calls_harness import SmallCallSteps, without_plans
 from tests.core.worker_harness import Harness, number, ready
 
 Happens = Callable[[Harness], object]
 
 
-def repeated(*keys: str, lanes: bool = True, **more: Any) -> Harness:
+def repeated(*keys: str, **more: Any) -> Harness:
     """A worker that has pushed and pulled these keys twice, as a batch."""
-    harness = ready(*keys, batches=True, lanes=lanes, **more)
+    harness = ready(*keys, batches=True, **more)
     for clock in (1, 2):
         push(harness, *keys)
         answer(harness, clock, len(keys))
@@ -58,10 +59,6 @@ def kinds(harness: Harness) -> list[str]:
 def answer(harness: Harness, clock: int, parts: int = 1) -> None:
     kind = type(harness.sent[0].message)
     harness.values(kind, (clock,), *[b"x"] * parts)
-
-
-def is_in_lane(harness: Harness) -> bool:
-    return harness.machine._lane.is_busy
 
 
 def newest(harness: Harness) -> Send:
@@ -129,38 +126,41 @@ INTERRUPTIONS: dict[str, Happens] = {
 
 @pytest.mark.parametrize("how", [{"pull": True}, {"pull": False}])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_the_same_is_done_without_the_lane(name: str, how: dict[str, bool]) -> None:
-    told = []
-    for way in ({"express": True}, {}, {"lanes": False}):
-        harness = repeated("w", **way)
+def test_the_same_is_done_without_plans(name: str, how: dict[str, bool]) -> None:
+    def run(small_calls: SmallCallSteps | None = None, planned: int = 1) -> list[str]:
+        harness = repeated("w", small_calls=small_calls)
         push(harness, **how)
-        is_express = "express" in way and how["pull"]
-        assert (harness.machine.express.in_flight is not None) is is_express
-        assert is_in_lane(harness) is (not is_express and "lanes" not in way)
+        assert harness.planned == planned
         INTERRUPTIONS[name](harness)
         if len(harness.done) < harness._calls:
             answered = say(Values, (3,), payload=b"x") if how["pull"] else say(Done)
             answered(harness)
         push(harness, **how)
         harness.wait(5.0)
-        told.append([repr(effect) for effect in harness.effects])
-    assert told[0] == told[1] == told[2]
+        return [repr(effect) for effect in harness.effects]
+
+    with without_plans():
+        expected = run(planned=0)
+    assert run() == expected
+    steps = SmallCallSteps(WorkerMachine.step)
+    assert run(steps) == expected
+    assert steps.begun or not how["pull"]
 
 
-def test_a_call_that_is_answered_in_the_lane_moves_its_keys_on() -> None:
+def test_a_call_by_a_plan_moves_its_keys_on() -> None:
     harness = repeated("w")
     for clock in (3, 4, 5):
         call = push(harness)
-        assert is_in_lane(harness)
+        assert harness.planned == 1
         message = harness.sent[0].message
         assert isinstance(message, PushBatch)
         assert (message.clock, message.step, message.settled) == (clock, clock, clock - 1)
         answer(harness, clock)
-        assert not is_in_lane(harness)
+        assert harness.planned == 0
         assert harness.result(call) == [Versions(clock, clock)]
 
 
-def test_pushes_in_the_lane_count_as_steps() -> None:
+def test_pushes_by_plans_count_as_steps() -> None:
     harness = repeated("w")
     harness.know("v")
     for clock in (3, 4, 5):
@@ -172,53 +172,53 @@ def test_pushes_in_the_lane_count_as_steps() -> None:
     assert (message.parts[0].clock, message.step, message.settled) == (1, 5, 4)
 
 
-def test_a_pull_that_is_repeated_is_in_the_lane() -> None:
+def test_a_pull_that_is_repeated_has_a_plan() -> None:
     harness = repeated("w")
     for _ in range(3):
         call = harness.pull("w")
         while "DeclareBatch" in kinds(harness):
             harness.declared()
-        was_in_lane = is_in_lane(harness)
+        planned = harness.planned
         send = harness.sent[0]
         harness.values(type(send.message), (2,), b"x")
         assert harness.result(call) == [Versions(2, 2)]
-    assert was_in_lane
+    assert planned == 1
     assert isinstance(send.message, PullBatch)
 
 
-def test_a_pull_in_the_lane_says_which_keys_it_finds() -> None:
+def test_a_pull_by_a_plan_says_which_keys_it_finds() -> None:
     found: list[Any] = []
     harness = repeated("w")
     for _ in range(3):
         harness.pull("w", finds=found.append)
         while "DeclareBatch" in kinds(harness):
             harness.declared()
-        was_in_lane = is_in_lane(harness)
+        planned = harness.planned
         answer(harness, 2)
-    assert was_in_lane
+    assert planned == 1
     assert found == [[uint8(1)]] * 3
 
 
-def test_a_pull_in_the_lane_is_no_push() -> None:
+def test_a_pull_by_a_plan_is_no_push() -> None:
     """A broadcast asks whether this program has pushed to the key, or only its predecessor."""
     harness = repeated("w")
     assert harness.machine.has_pushed("w")
     harness.call(requests.Rewind(0))
     harness.pull("w")
-    assert is_in_lane(harness)
+    assert harness.planned == 1
     assert not harness.machine.has_pushed("w")
     answer(harness, 0)
     push(harness)
-    assert is_in_lane(harness)
+    assert harness.planned == 1
     assert harness.machine.has_pushed("w")
     assert not harness.machine.has_pushed("v")
 
 
 def test_a_list_in_several_messages() -> None:
-    """Two servers; one has answered when another call comes. Without the lane all is the same."""
-    told = []
-    for lanes in (True, False):
-        harness = Harness(servers=2, batches=True, lanes=lanes)
+    """Two servers; one has answered when another call comes. Without a plan all is the same."""
+
+    def run() -> list[str]:
+        harness = Harness(servers=2, batches=True)
         keys = [harness.key_in(0), harness.key_in(1)]
         harness.know(*keys)
         for clock in (1, 2):
@@ -227,49 +227,62 @@ def test_a_list_in_several_messages() -> None:
                 answer(harness, clock)
         call = push(harness, *keys)
         assert kinds(harness) == ["PushBatch", "PushBatch"]
-        assert is_in_lane(harness) is lanes
         answer(harness, 3)
-        assert is_in_lane(harness) is lanes
         other = harness.pull(keys[0])
-        assert not is_in_lane(harness)
         answer(harness, 3)
         answer(harness, 3)
         assert harness.result(call) == [Versions(3, 3)] * 2
         assert harness.result(other) == [Versions(3, 3)]
-        told.append([repr(effect) for effect in harness.effects])
-    assert told[0] == told[1]
+        return [repr(effect) for effect in harness.effects]
+
+    with without_plans():
+        expected = run()
+    assert run() == expected
 
 
-@pytest.mark.parametrize("more", [{"cast": True}, {"any_version": True}, {"some_rows": True}, {"some_encoded": True}])
-def test_calls_that_are_not_plain_go_the_general_way(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("more", [{"cast": True}, {"some_rows": True}, {"some_encoded": True}])
+def test_calls_whose_messages_depend_on_their_values_have_no_plan(more: dict[str, Any]) -> None:
     harness = repeated("w")
     transfer = requests.Transfer((requests.Item("w", uint8(1), "source w", "target w"),), True, True, **more)
-    assert not harness.machine._lane.begin(LocalCall(99, transfer, 60.0), transfer, harness.now)
+    assert harness.machine._plans.of_items(transfer) is None
 
 
-def test_nothing_goes_by_the_lane_while_anything_else_is_under_way() -> None:
-    harness = repeated("w")
-    harness.know("v")
+def test_calls_on_several_keys_are_in_flight_by_plans() -> None:
+    harness = ready("v", "w", batches=True)
+    for clock in (1, 2):
+        push(harness, "w")
+        answer(harness, clock)
     harness.push("v")
     push(harness)
-    assert not is_in_lane(harness)
+    assert harness.planned == 1
 
 
-def test_keys_with_different_clocks_go_the_general_way() -> None:
+def test_a_second_push_of_a_key_is_by_a_plan_as_far_as_rounds_may_run_ahead() -> None:
+    harness = repeated("w", settings=cluster(2, 1, rounds_ahead=2))
+    for number_in_flight in (1, 2, 2):
+        push(harness)
+        assert harness.planned == number_in_flight
+    assert [getattr(send.message, "clock", 0) for send in harness.sent] == [3, 4]
+    answer(harness, 3)
+    assert [getattr(send.message, "clock", 0) for send in harness.sent] == [4, 5]
+    assert kinds(harness) == ["PushBatch", "PushBatch"]
+
+
+def test_keys_with_different_clocks_have_no_plan() -> None:
     harness = repeated("v", "w")
     push(harness, "v", "w")
-    assert is_in_lane(harness)
+    assert harness.planned == 1
     answer(harness, 3, 2)
     harness.push("v")
     harness.settle()
     push(harness, "v", "w")
-    assert not is_in_lane(harness)
+    assert harness.planned == 0
 
 
-def test_a_value_that_was_not_checked_goes_the_general_way() -> None:
+def test_a_value_that_was_not_checked_is_checked() -> None:
     harness = repeated("w")
     call = harness.push("w", spec=KeySpec("uint8", (2,), SLICE))
-    assert not is_in_lane(harness)
+    assert harness.planned == 0
     assert isinstance(harness.error(call), ShapeMismatch)
 
 
@@ -280,24 +293,5 @@ def test_a_worker_that_has_left_the_rounds_is_told_so() -> None:
     harness.reply(leave, Done)
     harness.sent.clear()
     call = push(harness)
-    assert not is_in_lane(harness)
+    assert harness.planned == 0
     assert isinstance(harness.error(call), NotAllowed)
-
-
-def test_a_server_that_says_staged_for_ever_fills_no_memory() -> None:
-    harness = repeated("w")
-    push(harness)
-    for _ in range(MAX_ANSWERS):
-        say(Staged)(harness)
-    assert is_in_lane(harness)
-    say(Staged)(harness)
-    assert not is_in_lane(harness)
-    values(harness)
-
-
-def test_the_lane_is_a_setting() -> None:
-    harness = repeated("w", lanes=False)
-    push(harness)
-    assert not is_in_lane(harness)
-    values(harness)
-    assert len(harness.done) == harness._calls
