@@ -347,7 +347,8 @@ def test_steps_that_are_fast_cost_no_message() -> None:
     with LocalCluster(1, 1, **SETTINGS) as cluster:
         kv = cluster.store()
         loop = trains(kv, Number(0.0), 200)
-        next(loop)
+        for _ in range(5):  # the first ones ask what those behind them need not ask again
+            next(loop)
         outbox = engine_of(kv).machine._outbox
         before = outbox.activity
         for _ in range(100):
