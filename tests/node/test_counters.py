@@ -11,7 +11,7 @@ import kvd
 from kvd.errors import KeyNotFound
 from kvd.testing.cluster import LocalCluster
 
-SMALL, LARGE = 256, 1 << 18  # elements: one goes the express way, the other through shared memory
+SMALL, LARGE = 256, 1 << 18  # elements: one goes in a frame of a link, the other through shared memory
 STEPS = 20
 
 
