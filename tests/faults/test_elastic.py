@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 
 from kvd.testing.cluster import LocalCluster, wait_until
-from tests.faults.programs import finish, line, states
+from tests.faults.programs import WITHOUT_NOTICES, finish, line, states
 
 STEPS, RANKS = 30, 4
 JOINS_IN, LEAVES_IN, AGAIN_IN = 8, 16, 22  # steps in which those who train wait for what is to happen
-SETTINGS: dict[str, Any] = {"max_workers": RANKS, "round_timeout_s": 100.0, "slice_bytes": 64 << 10}
+SETTINGS: dict[str, Any] = {
+    **WITHOUT_NOTICES,
+    "max_workers": RANKS,
+    "round_timeout_s": 100.0,
+    "slice_bytes": 64 << 10,
+}
 
 # Each push of a step puts a one into its own place, which says at the end how much of it counted.
 TRAINS = """

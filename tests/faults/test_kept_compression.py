@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvd.testing.cluster import LocalCluster
-from tests.faults.programs import finish, line
+from tests.faults.programs import WITHOUT_NOTICES, finish, line
 
 SETTINGS: dict[str, Any] = {
+    **WITHOUT_NOTICES,
     "heartbeat_interval_s": 0.1,
     "worker_timeout_s": 30.0,
     "request_timeout_s": 60.0,

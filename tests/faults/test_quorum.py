@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from kvd.testing.cluster import LocalCluster
-from tests.faults.programs import finish, line
+from tests.faults.programs import WITHOUT_NOTICES, finish, line
 
 STEPS = 30
 WAITS_IN = 20  # step
 SETTINGS: dict[str, Any] = {
+    **WITHOUT_NOTICES,
     "quorum": 2,
     "quorum_grace_s": 1.0,
     "on_worker_loss": "fail",

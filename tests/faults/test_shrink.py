@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from kvd.testing.cluster import LocalCluster, wait_until
-from tests.faults.programs import finish, line, states
+from tests.faults.programs import WITHOUT_NOTICES, finish, line, states
 
 STEPS = 40
 DIES_AFTER, WAITS_IN = 5, 20  # steps
 SETTINGS: dict[str, Any] = {
+    **WITHOUT_NOTICES,
     "on_worker_loss": "shrink",
     "heartbeat_interval_s": 0.1,
     "server_timeout_s": 10.0,
