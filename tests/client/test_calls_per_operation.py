@@ -105,7 +105,7 @@ TWO_WORKERS = {
     "copy=False": Cost(62, 150),
     "bind": Cost(250, 153),
     "torch": Cost(286, 153),
-    "handle and wait": Cost(116, 150),
+    "handle and wait": Cost(120, 150),
     MANY: Cost(100, 125),
     "push, then pull": Cost(387, 246),
     ONE_KEY: Cost(112, 131),

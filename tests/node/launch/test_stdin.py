@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pty
@@ -248,5 +249,6 @@ job.wait()
             os.write(controller, b"\x04")
             assert process.stdout.readline() == "end\n"
         finally:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended well
+                os.kill(pid, signal.SIGKILL)
     os.close(controller)
