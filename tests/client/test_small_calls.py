@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 
 import kvd
-from kvd.client.cluster.small_calls import SmallCalls
+from kvd.client.calls.values import spec_of
+from kvd.client.cluster import small_calls
+from kvd.client.cluster.small_calls import SmallCall, SmallCalls
+from kvd.client.cluster.small_frames import PreparedCall, PushFrame
+from kvd.core.requests import Item
 from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.cluster import LocalCluster, engine_of, wait_until
 from kvd.transport import host
@@ -382,15 +386,43 @@ def test_answers_to_other_calls_are_read_between_small_calls() -> None:
     def program(store: kvd.KVStore) -> None:
         value = np.ones(4, np.float32)
         store.init(["a", "b"], [value, value])
+        pause, stayed = engine_of(store).transport.reader.pause, 0
         for step in range(STEPS):
             store.pushpull("a", value)
             store.pushpull("a", value)
+            stayed += pause.may_stay
             ended = threading.Event()
             handle = store.pushpull_async("b", np.full(4, step, np.float32))
+            assert not pause.may_stay
             handle.on_end(lambda _, ended=ended: ended.set())  # type: ignore[misc]
             assert ended.wait(60)
+        assert stayed
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "STAY_S", 3600.0)
+        patch.setattr(small_calls, "OFTEN_S", 3600.0)
         with LocalCluster(1, 1) as cluster:
             cluster.run(program)
+
+
+def test_two_threads_that_ask_for_the_request_of_a_call_get_the_same() -> None:
+    """One gives the call up, and names its arrays; the other makes its message."""
+    value = np.ones(4, np.float32)
+    requests: list[Any] = []
+
+    class SlowItem(Item):
+        def _replace(self, **changes: Any) -> Any:
+            if not asks:
+                asks.append(threading.Thread(target=lambda: requests.append(call.request())))
+                asks[0].start()
+                asks[0].join(0.2)  # it waits for this thread, or makes another request
+            return super()._replace(**changes)
+
+    asks: list[threading.Thread] = []
+    plan: Any = None
+    prepared = PreparedCall("w", SlowItem("w", spec_of(value.dtype, value.shape, 1 << 20)), value, plan, 0)
+    call = SmallCall(prepared, PushFrame(value), value, 0, 0, None)
+    requests.append(call.request())
+    asks[0].join(60)
+    first, second = requests
+    assert first is second

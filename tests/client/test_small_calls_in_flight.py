@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from kvd.client.cluster.small_calls import SmallCalls
 from kvd.client.facades.blocking import backend_of
 from kvd.core.worker.machine import WorkerMachine
 from kvd.testing.cluster import LocalCluster
+from tests.client.harness import MEGABYTE, ONE_PUSH
 
 KEYS = tuple(f"w{number}" for number in range(8))
 ROUNDS = 12
@@ -195,3 +197,104 @@ def test_in_an_event_loop(taken: Taken) -> None:
     with LocalCluster(2, 1) as cluster:
         cluster.run(program)
     assert taken.ended > 0
+
+
+def test_a_wait_that_gave_up_leaves_the_call(taken: Taken) -> None:
+    has_given_up = threading.Event()
+
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, 8)
+        store.barrier()
+        value, outs = np.full((3, 5), 1, np.float32), list(np.empty((len(KEYS), 3, 5), np.float32))
+        if store.rank == 1:
+            assert has_given_up.wait(60)
+        before = taken.begun
+        handles = [store.pushpull_async(key, value, out) for key, out in zip(KEYS, outs, strict=True)]
+        if store.rank == 0:
+            assert taken.begun > before
+            for handle in handles:
+                with pytest.raises(kvd.errors.RequestTimeout, match="wait again"):
+                    handle.wait(0.001)
+            has_given_up.set()
+        for handle, out in zip(handles, outs, strict=True):
+            assert handle.wait() is out
+            assert (out == 2).all()
+
+    with LocalCluster(2, 1) as cluster:
+        cluster.run(program)
+
+
+def test_an_array_that_changes_its_form_meanwhile_gets_the_sum(taken: Taken) -> None:
+    """The memory of `out` is what counts, as with messages."""
+
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, 8)
+        outs = list(np.empty((len(KEYS), 3, 5), np.float32))
+        handles = [
+            store.pushpull_async(key, np.ones((3, 5), np.float32), out) for key, out in zip(KEYS, outs, strict=True)
+        ]
+        for out in outs:
+            out.shape = (5, 3)
+            out.flags.writeable = False
+        for handle, out in zip(handles, outs, strict=True):
+            assert handle.wait(60) is out
+            assert (out == 2).all()
+
+    with LocalCluster(2, 1) as cluster:
+        cluster.run(program)
+
+
+def test_a_callback_that_raises_takes_nothing_from_others(taken: Taken, caplog: pytest.LogCaptureFixture) -> None:
+    """The end of the last push ends the flush, too."""
+
+    def program(store: kvd.KVStore) -> None:
+        init(store)
+        fly(store, 8)
+
+        def told(_: Any) -> None:
+            raise ZeroDivisionError
+
+        for _ in range(5):
+            handles = [store.pushpull_async(key, np.ones((3, 5), np.float32)) for key in KEYS]
+            for handle in handles:
+                with suppress(ZeroDivisionError):  # it has ended already
+                    handle.on_end(told)
+            store.flush(60)
+            assert all(handle.done() for handle in handles)
+
+    with LocalCluster(2, 1) as cluster:
+        cluster.run(program)
+    assert taken.ended > 0
+    assert "a Complete could not be carried out" in caplog.text
+
+
+def test_a_push_that_finds_no_room_is_made_later_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small call that cannot begin with a frame needs room for a copy. Until there is some, its step has not pushed
+    the key."""
+    is_asked = threading.Event()
+
+    def refusing(way: SmallCalls, *arguments: Any) -> None:
+        is_asked.set()
+
+    def program(store: kvd.KVStore) -> None:
+        large, value, out = np.ones(MEGABYTE // 4, np.float32), np.ones(4, np.float32), np.empty(4, np.float32)
+        store.init(["s", "large"], [np.zeros_like(value), np.zeros_like(large)])
+        for _ in range(6):
+            store.pushpull_async("s", value, out).wait()
+        store.barrier()
+        for _ in store.steps(1, keys=["s", "large"]):
+            if store.rank == 1:
+                assert is_asked.wait(60)
+                store.push("large", large).wait()
+                store.pushpull("s", value, out)
+                continue
+            monkeypatch.setattr(SmallCalls, "begin", refusing)
+            store.push("large", large)
+            others = kvd.aio.KVStore(backend_of(store, may_block=False))
+            asyncio.run(others.pushpull("s", value, out))
+            assert (out == 2).all()
+
+    with LocalCluster(2, 1, slice_bytes="1MiB") as cluster:
+        cluster.run(program, **ONE_PUSH)

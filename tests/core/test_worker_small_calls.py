@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvd.core.machine import Send, ServerPeer, Tick
-from kvd.core.outbox import QUEUED, SENT
+from kvd.core.outbox import QUEUED, SENT, Outbox
 from kvd.core.requests import Control, Item, Transfer, Versions
+from kvd.core.worker.calls import CallBook
 from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.machine import WorkerMachine
 from kvd.core.worker.transfer_plans import TransferPlans
@@ -207,3 +209,15 @@ def test_the_answer_to_another_call_is_for_a_step() -> None:
     send = push(harness, "a")
     harness.machine.next_deadline()
     assert harness.machine.answered(send.peer, Epoch(1, 1), number(send), 1, harness.now) is None
+
+
+def test_calls_that_end_beside_an_open_one_leave_no_deadlines_behind() -> None:
+    session: Any = None
+    book = CallBook(session, Outbox(1 << 20), lambda effect: None)
+    book.enter(InFlight(1, None, 60.0, True, ends_at=30.0))
+    for later in range(2, 2000):
+        call = InFlight(later, None, 60.0, True, ends_at=30.0 + later)
+        book.enter(call)
+        book.close(call)
+    assert len(book.deadlines) < 200
+    assert book.next_deadline() == 30.0

@@ -31,13 +31,13 @@ from kvd.client.cluster.bound_keys import BoundKeys
 from kvd.client.cluster.open_calls import OpenCalls
 from kvd.client.cluster.small_frames import HEADER_AT, REQUEST_AT, VERSION_AT, PreparedCall, PreparedCalls, PushFrame
 from kvd.client.cluster.users import StoreUsers
-from kvd.core.machine import Peer
+from kvd.core.machine import Complete, Peer
 from kvd.core.outbox import SENT
 from kvd.core.requests import Item, Transfer
 from kvd.core.worker.in_flight import InFlight
 from kvd.core.worker.machine import WorkerMachine
 from kvd.node.shell.driver import Driver
-from kvd.node.shell.threads import LinkWaiter
+from kvd.node.shell.threads import LinkWaiter, report_failed_effect
 from kvd.protocol.fixed import VALUES_NBYTES, put_number, put_push_numbers, read_values, version_of
 from kvd.protocol.messages import NO_VIEW
 from kvd.transport.host import HostTransport
@@ -109,12 +109,13 @@ class SmallCall:
 
     def request(self) -> Transfer:
         """See `kvd.core.worker.in_flight.CallOwner`."""
-        if self._request is None:
-            self.is_free = False
-            source, target = self.frame.payload.ravel().view(BYTE), self.out.ravel().view(BYTE)
-            item = self.prepared.item._replace(source=source, target=target)
-            self._request = Transfer((item,), push=True, pull=True, priority=self.priority, place=self.place)
-        return self._request
+        with self._lock:  # a thread that gives the call up asks, too
+            if self._request is None:
+                self.is_free = False
+                source, target = self.frame.payload.ravel().view(BYTE), self.out.ravel().view(BYTE)
+                item = self.prepared.item._replace(source=source, target=target)
+                self._request = Transfer((item,), push=True, pull=True, priority=self.priority, place=self.place)
+            return self._request
 
     # ── its end ──
 
@@ -292,8 +293,10 @@ class SmallCalls:
         """Pushes `value`, of which nothing is read any more when this returns, and pulls into `out`. None: nothing was
         done."""
         self._users.this_thread()
-        call = self._begin(prepared, value, out, place, 0, Promise(self._users))
-        return None if call is None else self._handle_of(call)
+        promise, target = Promise(self._users), out[...]  # whatever the program makes of `out` meanwhile
+        if self._begin(prepared, value, target, place, 0, promise) is None:
+            return None
+        return Handle(promise, lambda _: out, "pushpull", self._wait)  # who stops waiting may ask again
 
     def _begin(
         self,
@@ -333,6 +336,8 @@ class SmallCalls:
                 link = self._transport.link_to(entry.peer)
                 if link is not None and link.send_prepared(frame.buffer):
                     small.link = link
+                    if self._pause.may_stay:  # for a thread that reads it is not set
+                        self._pause.end_stay()
                 else:
                     self._driver.sender.send_own(entry.send)
         finally:
@@ -340,7 +345,7 @@ class SmallCalls:
         return small
 
     def _handle_of(self, call: SmallCall) -> Handle:
-        """A handle whose result is the array that the sum is in."""
+        """A handle for a thread that waits for the call, and gives it up when it stops."""
         out = call.out
         promise = call.promised(self._users)
         return Handle(promise, lambda _: out, "pushpull", self._wait, partial(self._end_early, call))
@@ -373,7 +378,10 @@ class SmallCalls:
             call: Any = ended.owner
             out: Array = call.out
             out[...] = np.frombuffer(payload, out.dtype).reshape(out.shape)
-            self._calls.keep(call.number)
+            try:
+                self._calls.keep(call.number)
+            except Exception as error:  # noqa: BLE001  of a callback; what else there is to do is done all the same
+                report_failed_effect(Complete(call.number, None, None), error)
             if machine.effects:
                 stepper.carry_out(machine.take_effects())
         finally:

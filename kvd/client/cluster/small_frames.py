@@ -139,7 +139,7 @@ class PreparedCalls:
 
     def forget(self, names: Collection[str]) -> None:
         """Drop the calls on the keys with these names."""
-        for key in [key for key in self.by_key if str(key) in names]:
+        for key in [key for key in list(self.by_key) if str(key) in names]:  # other threads add
             self.drop(key)
 
     def drop(self, key: str | int) -> None:

@@ -395,7 +395,12 @@ class ClusterValues:
         if handle is not None:
             return self._watched(names, handle, self._untake)
         item = prepared.item._replace(source=value.ravel().view(BYTE), target=out.ravel().view(BYTE))
-        return self._submit_plain(PlainCall(names, (self._arguments.copied(item, reservation),)), out, copy=True)
+        try:
+            item = self._arguments.copied(item, reservation)
+        except BaseException:  # there is no room, or a signal ended the wait for it
+            self._steps.untake_pushes(names)
+            raise
+        return self._submit_plain(PlainCall(names, (item,)), out, copy=True)
 
     def _pushpull_plain(self, call: PlainCall, out: Any, *, copy: bool, reservation: Reservation | None) -> Handle:
         """The same for arrays of which nothing but these need be looked at."""

@@ -13,6 +13,8 @@ from kvd.core.session import SchedulerSession
 from kvd.core.worker.in_flight import COMPLETED, InFlight
 from kvd.errors import KvdError
 
+MOST_PAST = 100  # deadlines of completed calls, and one more for each open call
+
 
 class CallBook:
     """The open calls of a worker.
@@ -73,6 +75,8 @@ class CallBook:
         deadlines = self.deadlines
         while deadlines and deadlines[0][1] not in self.open:
             heappop(deadlines)
+        if len(deadlines) > 2 * len(self.open) + MOST_PAST:  # behind that of an earlier call
+            self._forget_past()
 
     def complete(self, call: InFlight, result: Any = None, error: KvdError | None = None) -> None:
         """Answers the caller. Nothing happens if it was answered before."""
@@ -81,10 +85,14 @@ class CallBook:
         call.state = COMPLETED
         self.activity += 1
         self.open.pop(call.number, None)
-        if len(self.deadlines) > 2 * len(self.open) + 100:
-            self.deadlines = [(open_.ends_at, open_.number) for open_ in self.open.values()]
-            heapify(self.deadlines)
+        if len(self.deadlines) > 2 * len(self.open) + MOST_PAST:
+            self._forget_past()
         self._emit(Complete(call.number, result, error))
+
+    def _forget_past(self) -> None:
+        """Keep the deadlines of open calls only."""
+        self.deadlines = [(call.ends_at, call.number) for call in self.open.values()]
+        heapify(self.deadlines)
 
     # ── calls that end early ──
 
