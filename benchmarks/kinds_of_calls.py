@@ -223,6 +223,7 @@ class Side:
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, "--side", str(workers), *kinds],
             env={**os.environ, "PYTHONPATH": path},
+            cwd=tree,  # where its daemons look for kvd first
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

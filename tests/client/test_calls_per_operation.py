@@ -104,7 +104,7 @@ TWO_WORKERS = {
     "list of one": Cost(60, 150),
     "copy=False": Cost(62, 150),
     "bind": Cost(250, 153),
-    "torch": Cost(286, 153),
+    "torch": Cost(292, 153),
     "handle and wait": Cost(120, 150),
     MANY: Cost(100, 125),
     "push, then pull": Cost(387, 246),
