@@ -95,21 +95,21 @@ LISTS: dict[str, Prepare] = {"a list of ten": listed(10), "a list of five hundre
 
 ONE_WORKER = {  # nothing waits for another worker
     "NumPy": Cost(60, 121),
-    "a list of ten": Cost(177, 120),
-    "a list of five hundred": Cost(190, 195),
-    MANY: Cost(76, 64),
+    "a list of ten": Cost(206, 120),
+    "a list of five hundred": Cost(232, 195),
+    MANY: Cost(80, 90),
 }
 TWO_WORKERS = {
-    "NumPy": Cost(60, 150),
-    "list of one": Cost(60, 150),
-    "copy=False": Cost(62, 150),
-    "bind": Cost(250, 153),
-    "torch": Cost(292, 153),
-    "handle and wait": Cost(120, 150),
-    MANY: Cost(100, 125),
+    "NumPy": Cost(60, 156),
+    "list of one": Cost(60, 156),
+    "copy=False": Cost(62, 156),
+    "bind": Cost(250, 156),
+    "torch": Cost(292, 156),
+    "handle and wait": Cost(120, 156),
+    MANY: Cost(104, 130),
     "push, then pull": Cost(387, 246),
-    ONE_KEY: Cost(112, 131),
-    TWO_KEYS: Cost(100, 125),
+    ONE_KEY: Cost(116, 136),
+    TWO_KEYS: Cost(104, 130),
 }
 TWO_COPIES = {"NumPy": Cost(65, 588)}  # on two servers
 
