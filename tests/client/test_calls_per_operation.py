@@ -94,10 +94,10 @@ def listed(keys: int) -> Prepare:
 LISTS: dict[str, Prepare] = {"a list of ten": listed(10), "a list of five hundred": listed(500)}
 
 ONE_WORKER = {  # nothing waits for another worker
-    "NumPy": Cost(60, 121),
-    "a list of ten": Cost(206, 120),
-    "a list of five hundred": Cost(232, 195),
-    MANY: Cost(80, 90),
+    "NumPy": Cost(61, 126),
+    "a list of ten": Cost(207, 126),
+    "a list of five hundred": Cost(234, 200),
+    MANY: Cost(86, 96),
 }
 TWO_WORKERS = {
     "NumPy": Cost(60, 156),
